@@ -31,9 +31,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fnddp
-from fnddp import Link
+from fnddp import Link, tree
 from fnddp.cli import characters, digits, models, picture
-from fnddp.core import tree
 from fnddp.core.sync import all_in
 from fnddp.plan.period import Recurring, period
 from fnddp.run.choose import CODEC_SECONDS

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fnddp
-from fnddp import laws
-from fnddp.core import random, tree
+from fnddp import laws, random, tree
 
 
 class SampledState(NamedTuple):

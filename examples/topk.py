@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 import fnddp
-from fnddp import Exchange, State, laws
-from fnddp.core import collectives, layout, tree
-from fnddp.core.group import Group, group_name
+from fnddp import Exchange, State, collectives, laws, tree
+from fnddp.collectives import Group, from_wire, group_name, to_wire
 
 
 @fnddp.transform
@@ -35,14 +34,14 @@ class largest(fnddp.Sync):
         mean, sent = collectives.all_reduce(whole, "mean", group), dict(whole)
         for path in sorted(leaves.keys() - whole.keys()):  # in the same order on all ranks
             leaf = leaves[path]
-            x = layout.to_wire(leaf).reshape(-1).float()
+            x = to_wire(leaf).reshape(-1).float()
             indices = x.abs().topk(max(1, round(self.ratio * x.numel()))).indices
             mine = x.new_zeros(x.numel()).scatter(0, indices, x[indices])
             at, values = [collectives.all_gather(part, group) for part in (indices.int(), x[indices])]
             # Indices of one rank are unique, and ranks add in their order, so all of them get the same bits.
             total = sum(x.new_zeros(at.shape[0], x.numel()).scatter(1, at.long(), values).unbind())
             for into, value in ((mean, total / collectives.ranks(group)), (sent, mine)):
-                into[path] = layout.from_wire(value.to(leaf.dtype.to_real()).view(layout.to_wire(leaf).shape), leaf)
+                into[path] = from_wire(value.to(leaf.dtype.to_real()).view(to_wire(leaf).shape), leaf)
         return Exchange(mean, sent, state)
 
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import fnddp
-from fnddp import Exchange, State, laws
-from fnddp.core import collectives, layout, tree
-from fnddp.core.group import Group, group_name
+from fnddp import Exchange, State, collectives, laws, tree
+from fnddp.collectives import Group, from_wire, group_name, to_wire
 
 BLOCK = 64  # elements that share a scale
 
@@ -39,7 +38,7 @@ class int8_two_shot(fnddp.Sync):
         mean, sent = collectives.all_reduce(whole, "mean", group), dict(whole)
         for path in sorted(leaves.keys() - whole.keys()):  # in the same order on all ranks
             leaf = leaves[path]
-            x = layout.to_wire(leaf).reshape(-1).float()
+            x = to_wire(leaf).reshape(-1).float()
             first = encode(pad(x, (0, -x.numel() % (n * BLOCK))).view(n, -1, BLOCK))  # a row for each owner
             total = sum(decode(*[collectives.all_to_all(part, group) for part in first]).unbind())  # in rank order
             second = encode(total / ranks)
@@ -48,8 +47,8 @@ class int8_two_shot(fnddp.Sync):
             mine = decode(*first) + torch.where(owned, ranks * lost, 0)
             everyone = decode(*[collectives.all_gather(part, group) for part in second])
             for into, value in ((mean, everyone), (sent, mine)):
-                wire = value.view(-1)[: x.numel()].to(leaf.dtype.to_real()).view(layout.to_wire(leaf).shape)
-                into[path] = layout.from_wire(wire, leaf)
+                wire = value.view(-1)[: x.numel()].to(leaf.dtype.to_real()).view(to_wire(leaf).shape)
+                into[path] = from_wire(wire, leaf)
         return Exchange(mean, sent, state)
 
 

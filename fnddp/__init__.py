@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 from fnddp.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from fnddp import collectives as collectives
+    from fnddp import options as options
     from fnddp import outer as outer
+    from fnddp import random as random
+    from fnddp import tree as tree
     from fnddp.api import *  # noqa: F403
 
 

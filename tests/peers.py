@@ -27,7 +27,7 @@ def launched(rank: int, **more: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def weights(module: nn.Module) -> Tensor:
+def parameters_of(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 

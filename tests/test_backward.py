@@ -93,7 +93,7 @@ def require_mean(model: DDP, rank: int) -> None:
 
 
 @on_ranks(2)
-def test_whatever_the_module_returns(rank: int) -> None:
+def test_outputs_that_hide_tensors_are_synchronized(rank: int) -> None:
     for wrap in (opaque, lambda y: types.SimpleNamespace(y=y)):
         model = DDP(Weight(wrap))
         model(x_of(rank))
@@ -138,7 +138,7 @@ def train(model: DDP, rank: int, steps: int = 3) -> None:
 
 
 @on_ranks(2)
-def test_sums_past_the_outputs(rank: int) -> None:
+def test_a_sum_counts_gradients_that_bypass_the_outputs_once(rank: int) -> None:
     """The first gradient of such a backward is accumulated before its step begins, and is not one from before it."""
     model = DDP(Weight(), sync=fnddp.all_reduce(op="sum"))
     train(model, rank)
@@ -149,7 +149,7 @@ def test_sums_past_the_outputs(rank: int) -> None:
 
 @pytest.mark.parametrize("steps", [0, 3])
 @on_ranks(2)
-def test_what_is_asked_for(rank: int, steps: int) -> None:
+def test_autograd_grad_returns_means(rank: int, steps: int) -> None:
     model = DDP(Weight())
     train(model, rank, steps)
     own = model.module
@@ -172,7 +172,7 @@ def test_what_is_asked_for(rank: int, steps: int) -> None:
 
 
 @on_ranks(2)
-def test_hooks_after_ours_never_see_a_ranks_own_gradient(rank: int) -> None:
+def test_later_hooks_never_see_an_unsynchronized_gradient(rank: int) -> None:
     model, seen = DDP(Weight()), []
     train(model, rank)
     for parameter in model.parameters():
@@ -286,7 +286,7 @@ def test_what_no_sync_has_accumulated_is_synchronized_by_a_backward_that_reaches
 
 
 @on_ranks(2)
-def test_asking_for_what_has_no_gradient_here_or_only_on_other_ranks(rank: int) -> None:
+def test_autograd_grad_of_unused_parameters_is_none_or_an_error(rank: int) -> None:
     model = DDP(Weight())
     own, both = model.module, list(model.parameters())
     y = model(x_of(rank), both=rank == 0)
@@ -356,7 +356,7 @@ def test_gradients_of_another_dtype_than_their_parameters(rank: int) -> None:
 
 @pytest.mark.parametrize("what", ["parameters", "gradients"])
 @on_ranks(2)
-def test_what_has_another_dtype_later_is_an_error(rank: int, what: str) -> None:
+def test_a_dtype_changed_after_wrapping_is_an_error(rank: int, what: str) -> None:
     model = DDP(Weight())
     torch.autograd.grad(model(x_of(rank)), model.module.w)
     if what == "parameters":
@@ -404,7 +404,7 @@ def test_torch_func_runs_on_the_modules_own_engine(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_parameters_and_what_stands_for_them_in_one_backward(rank: int) -> None:
+def test_one_backward_through_functional_call_and_forward(rank: int) -> None:
     model = DDP(Weight())
     stand_in = torch.ones((), requires_grad=True)
 
@@ -418,7 +418,7 @@ def test_parameters_and_what_stands_for_them_in_one_backward(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_the_same_graph_twice_and_the_part_of_it_behind_the_output(rank: int) -> None:
+def test_a_retained_graph_is_synchronized_each_time(rank: int) -> None:
     model = DDP(Weight(lambda y: 1 * y))
     loss = model(x_of(rank))
     for times in (1, 2):

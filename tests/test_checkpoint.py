@@ -13,7 +13,7 @@ import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
 from fnddp.integrations.checkpoint import async_save, load, save
 from fnddp.laws import bits
-from tests.peers import everyones, residual, weights
+from tests.peers import everyones, parameters_of, residual
 from tests.ranks import on_ranks
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
@@ -61,7 +61,7 @@ def test_a_run_resumes_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
         resumed = Run(kind, seed=1).train(0, 1)
         assert load(tmp_path / folder, *resumed.parts, sync=resumed.keeper, more={"step": 0}) == {"step": 3}
         resumed.train(3, 6)
-        assert torch.equal(weights(resumed.model), weights(whole.model))
+        assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
         assert torch.equal(resumed.residual, whole.residual)
     assert not torch.equal(*everyones(whole.residual))
 

@@ -13,7 +13,7 @@ import fnddp
 from fnddp import allgather, two_shot
 from fnddp.codecs.packing import pack_indices, unpack_indices
 from fnddp.codecs.topk import cosines
-from fnddp.core.codec import Carrier, Code, Codec, Key, Layer, encode, unit_of
+from fnddp.core.codec import Carrier, Codec, Key, Layer, Layers, encode, unit_of
 from fnddp.core.random import lots
 from fnddp.laws import bits, gather
 from fnddp.simulation.ranks import run_threads
@@ -49,7 +49,7 @@ def codec_of(text: str) -> Codec:
     return codec
 
 
-def code_of(text: str) -> Code:
+def layers_of(text: str) -> Layers:
     """All codecs of it, the outermost first."""
     sync, layers = fnddp.parse(text), []
     while not isinstance(sync, Carrier):
@@ -145,7 +145,7 @@ def contraction(x: Tensor, read: Tensor) -> Tensor:
 
 
 @given(x=rows_of, k=st.integers(1, 80))
-def test_the_largest_parts_contract_as_they_should(x, k):
+def test_topk_contracts_as_its_bound_says(x, k):
     n = x.shape[1]
     assert (contraction(x, coded(fnddp.topk(allgather, k=k), x)) <= 1 - min(k, n) / n + 1e-5).all()
     assert (
@@ -180,7 +180,7 @@ def test_fp8_errs_by_at_most_half_a_unit(x, format):
 
 
 @pytest.mark.parametrize("text", UNBIASED)
-def test_expectation_and_variance(text):
+def test_random_rounding_is_unbiased_within_its_variance(text):
     """2,000 draws, a row each. Their mean errs by the standard deviation / sqrt(2000), of which 6 are allowed.
 
     The measured one is 0 where rounding up is so rare that it never came: as unlikely as e ** -10, if it were in 200.
@@ -197,7 +197,7 @@ def test_expectation_and_variance(text):
 
 
 @pytest.mark.parametrize("text", ["random_k(allreduce, k=5", "random_block(allreduce, block=5"])
-def test_random_parts_contract_and_scaled_are_unbiased(text):
+def test_random_k_sends_k_elements_and_is_unbiased_if_scaled(text):
     """An element's mean over 500 steps errs by |x| sqrt((d / k - 1) / 500), of which 6 are allowed."""
     plain, sync, x = fnddp.parse(f"{text})"), fnddp.parse(f"{text}, unbiased=True)"), {"w": torch.randn(20)}
     state, total = sync.init(x), torch.zeros(20)
@@ -209,7 +209,7 @@ def test_random_parts_contract_and_scaled_are_unbiased(text):
 
 
 @pytest.mark.parametrize("step", [0, 3])
-def test_lots_have_no_ties(step):
+def test_random_priorities_have_no_ties(step):
     """So that the largest k of them are the same on all devices, in the same order."""
     assert len(lots(1 << 20, name="w", seed=7, step=step).unique()) == 1 << 20
 
@@ -264,27 +264,25 @@ AVERAGES = [
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=300)
-def test_an_average_within_a_payload_is_of_its_numbers_without_what_pads_it(
-    of, average, elements, padding, some_zeros, seed
-):
+def test_averages_of_a_payload_leave_out_its_padding(of, average, elements, padding, some_zeros, seed):
     n = max(elements, 9 if "dct" in of else 1)  # or its tile is another one
     x = 10 * torch.randn(1, n, generator=torch.Generator().manual_seed(seed))
     if some_zeros:
         x[:, ::3] = 0
-    code, key = code_of(of.format(average)), Key("w", 0)
-    alone, padded = encode(code, x, key), encode(code, pad(x, (0, padding)), key, torch.tensor([[n]]))
+    layers, key = layers_of(of.format(average)), Key("w", 0)
+    alone, padded = encode(layers, x, key), encode(layers, pad(x, (0, padding)), key, torch.tensor([[n]]))
     want, got = alone.decode(alone.payload), padded.decode(padded.payload)[:, :n]
     counts = x != 0  # zeros and padding are equally large for top-k, which takes the one or the other
     torch.testing.assert_close(got[counts], want[counts], rtol=1e-4, atol=1e-4)  # sums of other lengths round otherwise
 
 
-def test_of_a_chunk_that_a_codec_pads_itself_what_is_in_it_counts():
+def test_averages_leave_out_the_padding_of_a_codecs_own_chunks():
     x = torch.tensor([[4.0] * 8 + [7.0, 0.0, 2.0]])  # of the second chunk six are sent: three, and three that pad
     for inner, scales in (
         ("sign(allgather)", [(6 * 4 + 7 + 2 + 0) / 9]),
         ("sign(allgather, chunk=8)", [(6 * 4 + 7 + 2) / 8, 0.0]),
     ):
-        payload = encode(code_of(f"topk({inner}, k=6, chunk=8)"), x, Key("w", 0)).payload
+        payload = encode(layers_of(f"topk({inner}, k=6, chunk=8)"), x, Key("w", 0)).payload
         torch.testing.assert_close(payload["values/scale/"], torch.tensor([scales]))
 
 
@@ -292,12 +290,12 @@ def test_of_a_chunk_that_a_codec_pads_itself_what_is_in_it_counts():
     "text", ["sign({}, chunk=8)", "fp8(sign({}, chunk=8), block=3)", "topk(sign({}), k=2, chunk=4)"]
 )
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_two_shot_mean_is_what_parts_that_nothing_pads_come_to(text, n):
-    grads, code = torch.randn(n, 37), code_of(text.format("allgather"))
+def test_padding_does_not_change_a_two_shot_mean(text, n):
+    grads, layers = torch.randn(n, 37), layers_of(text.format("allgather"))
     got, _ = fnddp.simulate(fnddp.parse(text.format("two_shot")), n)({"w": grads}, ())
 
     def read(row: Tensor) -> Tensor:
-        encoded = encode(code, row.unsqueeze(0), Key("w", 0))
+        encoded = encode(layers, row.unsqueeze(0), Key("w", 0))
         return encoded.decode(encoded.payload)[0].float()
 
     want = [read(sum(map(read, part)) / n) for part in grads.split(-(-37 // n), dim=1)]
@@ -308,7 +306,7 @@ def test_a_two_shot_mean_is_what_parts_that_nothing_pads_come_to(text, n):
 
 
 @given(x=rows_of)
-def test_all_of_it_is_exact(x):
+def test_sending_all_elements_is_exact(x):
     n = x.shape[1]
     assert torch.equal(coded(fnddp.topk(allgather, k=n), x), x)
     for inner in "random_k", "random_block":
@@ -317,13 +315,13 @@ def test_all_of_it_is_exact(x):
 
 
 @given(st.lists(st.integers(-120, 120), min_size=1, max_size=70))
-def test_powers_of_two_are_natural(exponents):
+def test_natural_is_exact_for_powers_of_two(exponents):
     x = torch.tensor([[2.0**e for e in exponents], [-(2.0**e) for e in exponents]])
     assert torch.equal(coded(fnddp.natural(allgather), x), x)
 
 
 @given(st.lists(st.integers(-7, 7), min_size=1, max_size=70), st.booleans())
-def test_multiples_of_the_step_are_exact(numbers, stochastic):
+def test_quantize_is_exact_for_multiples_of_its_step(numbers, stochastic):
     x = torch.tensor([[7, *numbers]]).float()
     rounding = "stochastic" if stochastic else "nearest"
     assert torch.equal(coded(fnddp.quantize(allgather, bits=4, block=None, rounding=rounding), x), x)

@@ -118,9 +118,14 @@ def test_figures_of_the_readme_are_those_of_the_files_that_they_come_from() -> N
 
 def test_links_lead_to_files() -> None:
     """Also those that leave the site, which mkdocs does not check."""
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]:
         links = re.findall(r"\]\(([^)#\s]+)", FENCE.sub("", page.read_text()))
         assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == [], page
+
+
+def test_the_citation_is_of_this_version() -> None:
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "fnddp" / "version.py").read_text(), re.M)
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_files_that_pages_show_are_there() -> None:
@@ -184,14 +189,14 @@ SECONDS = 200
 
 @pytest.mark.parametrize("ranks", [0, 2])
 @pytest.mark.parametrize("name", SAYS)
-def test_alone_and_on_ranks(name: str, ranks: int) -> None:
+def test_examples_run_alone_and_on_ranks(name: str, ranks: int) -> None:
     text = Scripts(EXAMPLES / name, ranks=ranks).said(SECONDS)
     assert text.count(SAYS[name]) == 1  # rank 0 alone speaks
     assert f"world size {ranks or 1}" in text
 
 
 @pytest.mark.parametrize("name", WITH_PEERS)
-def test_with_peers(name: str) -> None:
+def test_examples_with_peers_resume_to_the_bit(name: str) -> None:
     peer, ranks = WITH_PEERS[name]
     if find_spec(peer) is None:
         pytest.skip(f"needs {peer}")
@@ -201,12 +206,12 @@ def test_with_peers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SIMULATED)
-def test_simulated(name: str) -> None:
+def test_studies_run(name: str) -> None:
     option, says = SIMULATED[name]
     assert says in Scripts(ROOT / "benchmarks" / name, option).said(SECONDS)
 
 
-def test_as_their_docstrings_say() -> None:
+def test_an_example_runs_under_torchrun() -> None:
     """By torchrun itself, of which each process takes seconds to start."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
     command = [sys.executable, *TORCHRUN, EXAMPLES / "module.py"]

@@ -103,7 +103,9 @@ def test_trace_writes_both_timelines(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}, RankInfo("MPI", 0, 2, 0)),
     ],
 )
-def test_places(variables: dict[str, str], place: RankInfo | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_are_read_from_the_variables_of_launchers(
+    variables: dict[str, str], place: RankInfo | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert launch.rank_info() == place

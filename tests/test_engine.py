@@ -117,7 +117,7 @@ class LosingWire(AloneWire):
     ],
     ids=str,
 )
-def test_after_a_collective_that_failed_a_rank_goes_no_further(sync, loses, weight):
+def test_after_a_failed_collective_the_engine_refuses_steps(sync, loses, weight):
     wire = LosingWire()
     step = fnddp.jit(sync, wire=wire)
     for _ in range(2):
@@ -133,7 +133,7 @@ def test_after_a_collective_that_failed_a_rank_goes_no_further(sync, loses, weig
 
 
 @pytest.mark.parametrize("loses", ["", "vote"])
-def test_a_failure_that_others_know_of_is_over_with_the_step(loses):
+def test_a_failure_ends_with_its_step_if_other_ranks_were_told(loses):
     wire = LosingWire()
     model = wrapped(wire=wire, bucket_cap_mb=1e-5)
     hooks = [model.module.b.register_hook(lambda _: 1 / 0)]
@@ -158,7 +158,7 @@ def test_a_failure_that_others_know_of_is_over_with_the_step(loses):
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.usefixtures("own_transforms")
-def test_a_step_that_cannot_begin_may_have_begun_on_others(monkeypatch, sync, group, ranks):
+def test_after_an_error_while_tracing_only_a_rank_alone_goes_on(monkeypatch, sync, group, ranks):
     @fnddp.transform
     class broken(Sync):
         inner: Sync
@@ -230,7 +230,7 @@ def test_the_order_of_the_first_step_is_the_one_of_later_ones():
     assert model.plan is plan
 
 
-def test_a_step_that_began_later_sends_nothing_before_the_other_is_over():
+def test_overlapping_steps_send_in_the_order_in_which_they_began():
     wire = AloneWire()
     first, then = wrapped(allreduce, wire), wrapped(allgather, wire)
     for one, other in ((first, then), (first, then), (then, first)):  # the first backward learns orders
@@ -243,7 +243,7 @@ def test_a_step_that_began_later_sends_nothing_before_the_other_is_over():
 
 
 @pytest.mark.parametrize("text", ["allreduce", "powersgd(allreduce, min_compression_rate=0)"])
-def test_of_memory_that_somebody_holds_there_is_another(text):
+def test_a_mean_that_the_caller_holds_is_not_written_over(text):
     step, held = fnddp.jit(fnddp.parse(text), wire=AloneWire()), []
     grads = {"w": torch.ones(6, 5)}
     state = step.init(grads)
@@ -306,7 +306,7 @@ def held_model() -> DistributedDataParallel:
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_a_function_of_the_users_holds_the_gradient_that_it_gives(name):
+def test_a_gradient_that_a_custom_function_holds_is_not_written_over(name):
     held, model, w = Held(), held_model(), {"w": torch.ones(16, 16)}
     model.module.forward = lambda x: products({"w": model.module.weight}, x, name, held)
     step, state = fnddp.value_and_grad(products, COMPRESSED, wire=AloneWire()), COMPRESSED.init(w)
@@ -319,7 +319,7 @@ def test_a_function_of_the_users_holds_the_gradient_that_it_gives(name):
 
 
 @pytest.mark.parametrize("give", [torch.Tensor.numpy, np.from_dlpack, torch.Tensor.contiguous])
-def test_a_hook_of_the_users_holds_the_accumulated_gradient(give):
+def test_a_gradient_that_a_users_hook_holds_is_not_written_over(give):
     held, model = Held(), nn.Linear(16, 16, bias=False)
 
     def hook(w: Tensor) -> None:
@@ -333,7 +333,7 @@ def test_a_hook_of_the_users_holds_the_accumulated_gradient(give):
         held.require_unchanged(number + 1)
 
 
-def test_a_state_in_memory_of_numpys_is_copied():
+def test_a_state_in_memory_of_numpy_is_copied():
     held, model = Held(), held_model()
     model.sync_state = tree.map_tensors(lambda part: torch.from_numpy(held.keep(part.numpy().copy())), model.sync_state)
     for _ in range(3):
@@ -375,7 +375,7 @@ def grads(model: DistributedDataParallel) -> list[Any]:
 
 
 @pytest.mark.parametrize(("fails", "loses"), [(True, ""), (False, "vote")])
-def test_a_step_that_is_none_leaves_what_was_there_before(fails, loses):
+def test_a_failed_step_on_an_elastic_wire_restores_gradients_and_state(fails, loses):
     wire = Restless()
     model = linear(wire, sync=error_feedback(fp16(allreduce)))
     model(X).sum().backward()
@@ -397,7 +397,7 @@ def test_a_step_that_is_none_leaves_what_was_there_before(fails, loses):
 
 
 @pytest.mark.parametrize("is_committed", [True, False])
-def test_who_decides_later_may_still_say_no(is_committed):
+def test_a_step_that_is_rejected_after_its_end_is_undone(is_committed):
     model = linear(Restless())
     with model.no_sync():
         model(X).sum().backward()
@@ -412,7 +412,7 @@ def test_who_decides_later_may_still_say_no(is_committed):
     assert grads(model) == (after if is_committed else before)
 
 
-def test_a_rank_that_was_out_of_step_goes_on_in_the_next_epoch():
+def test_a_desynchronized_rank_goes_on_in_the_next_epoch():
     wire, leaves = Restless(), {path: torch.ones(3) for path in "ab"}
     specs = {path: LeafSpec.of(leaf) for path, leaf in leaves.items()}
     engine = engines.Engine(allreduce, specs, donation=Donation(), learns_order=True, bucket_caps=(1,), wire=wire)

@@ -179,7 +179,7 @@ def test_after_errors_in_backward_training_goes_on_as_if_the_steps_had_not_been(
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule", [{2: {1: not_a_number}, 3: {0: fails}}, {2: {1: fails}, 3: {0: huge}}])
 @pytest.mark.parametrize(("n", "text"), [(3, CHECKED), (2, CHECKED_FACTORS)])
-def test_after_failures_of_two_kinds(gloo, n, text, schedule):
+def test_training_goes_on_after_failures_of_two_kinds(gloo, n, text, schedule):
     gloo(n, check_recovery, text, schedule, timeout=DEADLINE)
 
 
@@ -314,7 +314,7 @@ def check_death(rank: int, text: str, how: str) -> None:
         (2, COMPRESSED, "raises in backward"),
     ],
 )
-def test_a_rank_that_ends(gloo, n, text, how):
+def test_a_rank_that_dies_is_an_error_on_the_others(gloo, n, text, how):
     if how.startswith("is killed"):
         gloo(n, check_death, text, how, timeout=DEADLINE, may_die=True)
     else:

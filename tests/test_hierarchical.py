@@ -109,7 +109,7 @@ def test_wrong_sizes(sizes, message):
 
 
 @on_ranks(4, threads=True)
-def test_an_owner_takes_what_its_shard_loses(rank: int) -> None:
+def test_the_loss_of_a_shard_is_its_owners(rank: int) -> None:
     """What is not sent is n times the loss on the shard's owner, whose position in the node is its shard's."""
     pair = groups(rank, 2, 2)
     sync = hierarchical(fnddp.fp16(allreduce).over(pair["across"]), intra=pair["inside"])
@@ -154,7 +154,7 @@ def test_a_module_trains_over_two_levels(rank: int) -> None:
         torch.testing.assert_close(mean, want)
 
 
-def test_what_a_shard_must_not_be_averaged_with_is_named():
+def test_pipelines_that_do_not_fit_are_refused():
     with pytest.raises(TypeError, match="takes a sum, but inside the node a mean is taken"):
         hierarchical(fnddp.all_reduce(op="sum"))
     with pytest.raises(ValueError, match=r"another group than '5', that inside the node, .*name it, hier"):
@@ -166,3 +166,12 @@ def test_what_a_shard_must_not_be_averaged_with_is_named():
     named = hierarchical(allreduce.over("5"), intra="6")
     assert named.over("7", unnamed_only=True) == named
     assert hierarchical(none).over("7", unnamed_only=True) == hierarchical(none, intra="7")
+
+
+def test_ranks_of_other_nodes_have_other_means_of_what_is_not_sent_across():
+    sync = hierarchical(fnddp.partition({"experts*": none, "*": allreduce.over("across")}), intra="inside")
+    assert not sync.agrees
+    with pytest.raises(TypeError, match="gives ranks other means of some leaves"):
+        fnddp.clip_by_global_norm(sync, max_norm=1.0)
+    assert hierarchical(none, intra="inside").agrees  # one node
+    assert hierarchical(allreduce.over("across"), intra="inside").agrees

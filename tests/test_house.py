@@ -25,6 +25,7 @@ ROOT = Path(fnddp.__file__).parent
 # Reading order is data-flow order. A folder, or a file without its suffix.
 ORDER = [
     *("version", "torch_private", "device", "wire", "core"),
+    *("tree", "collectives", "random", "options"),
     *("reducers", "transforms", "codecs", "schedules"),
     *("ir", "cost", "show", "plan", "run", "adapters"),
     *("distributed", "simulation", "laws", "outer", "integrations", "api", "__init__", "cli", "__main__"),
@@ -95,6 +96,26 @@ def test_the_page_on_architecture_names_what_is_there():
     texts = [file.read_text() for file in files()]
     for owner, method in re.findall(r"`([A-Z]\w+)\.(\w+)`", page):
         assert any(re.search(rf"class {owner}\b[\s\S]*def {method}\b", text) for text in texts), f"{owner}.{method}"
+
+
+DERIVED = {"agrees", "gives_later", "carries"}  # from flags, and final
+
+
+def flags_of(cls: type) -> set[str]:
+    """Return what transforms may set: switches, and properties that others follow from."""
+    flags = {name for name, value in vars(cls).items() if isinstance(value, bool | frozenset | property)}
+    return {name for name in flags if not name.startswith("_")} - {"ops", "groups"} - DERIVED
+
+
+def test_flags_of_transforms_are_at_most_ten_and_on_the_page_for_authors():
+    page = (ROOT.parent / "docs" / "writing-a-transform.md").read_text()
+    told = re.findall(r"^\| `(\w+)`", page.partition("{ #flags }")[2], re.M)
+    assert set(told) == flags_of(fnddp.Sync) | flags_of(fnddp.Codec)
+    assert len(told) <= 10
+    texts = [file.read_text() for file in files() if "core" not in file.parts]
+    for flag in told:
+        users = sum(len(re.findall(rf"^    (?:def )?{flag}\b.*[=:]", text, re.M)) for text in texts)
+        assert users >= 2, f"{flag} has one user: let that one do without"
 
 
 ASKED_FOR = """

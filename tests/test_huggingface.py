@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
 from fnddp.run import choose as choosing
-from tests.peers import everyones, launched, residual, weights
+from tests.peers import everyones, launched, parameters_of, residual
 from tests.ranks import on_ranks
 
 # Imported where they are used: that takes seconds, and this file is collected by all workers.
@@ -74,7 +74,7 @@ def in_a_loop(rank: int, sync: Any) -> Tensor:
                 nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
-    return weights(module)
+    return parameters_of(module)
 
 
 def with_accelerate(sync: Any, epochs: int = 2, load: str = "", save: str = "") -> tuple[Tensor, Any]:
@@ -99,7 +99,7 @@ def with_accelerate(sync: Any, epochs: int = 2, load: str = "", save: str = "") 
                 optimizer.zero_grad()
     if save:
         accelerator.save_state(save)
-    return weights(module), pipelines.handle(model).state
+    return parameters_of(module), pipelines.handle(model).state
 
 
 def with_trainer(sync: Any, folder: Path) -> Tensor:
@@ -122,7 +122,7 @@ def with_trainer(sync: Any, folder: Path) -> Tensor:
     rows: Any = [{"x": x, "y": y} for x, y in data()]
     trainer = made(model=Regression(), args=arguments, train_dataset=rows, **more)
     trainer.train()
-    return weights(trainer.model)
+    return parameters_of(trainer.model)
 
 
 @on_ranks(2)

@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fnddp
-from fnddp import laws
-from fnddp.core import collectives, tree
-from fnddp.core.tree import Leaves
+from fnddp import collectives, laws, tree
 from fnddp.laws import DONATIONS, bits, engine_step, law_6_lowered_is_eager, make_engine
 from fnddp.simulation.ranks import run_threads
 from fnddp.torch_private import functional_collectives
+from fnddp.tree import Leaves
 from tests.ranks import on_ranks
 from tests.test_passes import Applied
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, parse, powersgd
 from fnddp.run import choose as choosing
-from tests.peers import everyones, launched, residual, weights
+from tests.peers import everyones, launched, parameters_of, residual
 from tests.ranks import on_ranks
 from tests.test_huggingface import BATCH, Regression, data
 
@@ -96,7 +96,7 @@ def test_four_epochs_are_two_and_two_more(rank: int, tmp_path: Path) -> None:
         whole, trained = fitted(tmp_path, SYNC, 4)
         fitted(tmp_path, SYNC, 2)[1].save_checkpoint(saved)
         resumed, rest = fitted(tmp_path, repr(SYNC), 4, saved)
-        assert torch.equal(weights(resumed), weights(whole))
+        assert torch.equal(parameters_of(resumed), parameters_of(whole))
         assert torch.equal(residual(rest.strategy.sync_state), residual(trained.strategy.sync_state))
         mine, other = everyones(residual(rest.strategy.sync_state))
         assert not torch.equal(mine, other)
@@ -136,7 +136,7 @@ def test_the_plain_mean_is_lightnings_own(rank: int, tmp_path: Path) -> None:
     with launched(rank):
         for manual, options, arguments in ((False, clipped, {}), (True, {}, {"static_graph": True})):
             ours, stock, squeezed = [
-                weights(fitted(tmp_path, sync, 2, model=module(manual), arguments=arguments, **options)[0])
+                parameters_of(fitted(tmp_path, sync, 2, model=module(manual), arguments=arguments, **options)[0])
                 for sync in ("allreduce", None, SYNC)
             ]
             assert torch.equal(ours, stock)
@@ -219,10 +219,10 @@ def test_fabric(rank: int, tmp_path: Path) -> None:
         whole = train(SYNC, 2)
         train(SYNC, 1, save="half.ckpt")
         resumed = train(repr(SYNC), 1, load="half.ckpt")
-        assert torch.equal(weights(resumed), weights(whole))
+        assert torch.equal(parameters_of(resumed), parameters_of(whole))
         assert torch.equal(residual(wrapped_in(resumed).sync_state), residual(wrapped_in(whole).sync_state))
         assert residual(wrapped_in(whole).sync_state).any()
-        assert not torch.equal(weights(train("allreduce", 2)), weights(whole))
+        assert not torch.equal(parameters_of(train("allreduce", 2)), parameters_of(whole))
 
 
 @on_ranks(2)

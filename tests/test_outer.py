@@ -11,11 +11,11 @@ import fnddp
 from fnddp import Sync, WireCounter, allreduce, outer, two_shot
 from fnddp.core.state import parts
 from fnddp.core.sync import REPLICATED
-from fnddp.core.tree import Leaves
 from fnddp.laws import bits, gather
 from fnddp.outer.contract import Exchanges, outers
 from fnddp.outer.steps.streaming_diloco import divided
 from fnddp.simulation.ranks import run_threads
+from fnddp.tree import Leaves
 from tests.ranks import on_ranks
 
 # One expression for each registered name; a new outer step gets a line here and inherits every law.

@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import allreduce, outer
-from fnddp.core.tree import Leaves
 from fnddp.laws import bits, gather
 from fnddp.run.vote import StepFailedError
 from fnddp.simulation.ranks import run_threads
+from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10d
 from fnddp.wire.kinds import Work
 from tests.ranks import on_ranks

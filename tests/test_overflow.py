@@ -115,7 +115,7 @@ def test_residuals_on_two_axes_stay_as_they_were(rank: int) -> None:
     mesh = meshes(2, 2)
     for replicas in ("allreduce", "error_feedback(quantize(two_shot))"):
         model = sharded(mesh["shard"])
-        handle = compress(model, mesh, shards="error_feedback(quantize(two_shot, bits=4))", replicas=replicas)
+        handle = compress(model, mesh, gradients="error_feedback(quantize(two_shot, bits=4))", replicas=replicas)
         train_with_nan(model, handle, rank)
 
 

@@ -63,7 +63,7 @@ def test_replicas_of_one_shard_beside_tensor_parallel(rank: int) -> None:
     ours = tensor_parallel(mesh["shard"], mesh["tp"])
     compress_replicas(ours, "allreduce", mesh["replicate"])
     both = tensor_parallel(mesh["shard"], mesh["tp"])
-    handle = compress(both, mesh["replicate", "shard"], shards="two_shot", replicas="allreduce")
+    handle = compress(both, mesh["replicate", "shard"], gradients="two_shot", replicas="allreduce")
     for model in (native, ours, both):
         train(model, steps)
     assert torch.equal(local(ours), local(native))
@@ -126,7 +126,7 @@ def test_shards_over_the_ranks_of_context_parallel_too(rank: int) -> None:
     plain(x).square().mean().backward()
     for text, tolerance in (("two_shot", 1e-6), ("quantize(two_shot)", 5e-3)):
         ours: Any = fully_shard(Attention(mesh["cp"]), mesh=both)
-        handle = compress(ours, both, shards=text, weights="allgather")
+        handle = compress(ours, both, gradients=text, weights="allgather")
         assert {axis.ranks for axis in handle.plan.axes} == {4}
         ours(x[rank // 2].view(1, 4, 8).chunk(2, 1)[rank % 2]).square().mean().backward()
         for p, want in zip(ours.parameters(), plain.parameters(), strict=True):
@@ -144,7 +144,7 @@ def test_stages_of_a_pipeline_synchronize_once(rank: int, schedule: Any) -> None
         mesh = meshes(*shape, names="pp replicate shard")
         stage = mesh.get_local_rank("pp")
         module: Any = fully_shard(blocks()[stage], mesh=mesh["shard"])
-        handle = compress(module, mesh["replicate", "shard"], shards="two_shot", replicas="allreduce")
+        handle = compress(module, mesh["replicate", "shard"], gradients="two_shot", replicas="allreduce")
         like = torch.empty(4, 8)  # with its shapes; to find them it would run a backward of its own first
         given: Any = {
             "input_args": (like.requires_grad_(stage == 1),),
@@ -293,9 +293,9 @@ def test_all_axes_of_a_decoder_that_torchtitan_shards(rank: int) -> None:
     for module in native.modules():
         if isinstance(module, FSDPModule):  # gloo has no other operation
             module.set_force_sum_reduction_for_comms(True)
-    compress(ours, mesh, shards="two_shot", weights="allgather", replicas="all_reduce(op='sum')")
+    compress(ours, mesh, gradients="two_shot", weights="allgather", replicas="all_reduce(op='sum')")
     of_replicas = "error_feedback(powersgd(all_reduce(op='sum'), rank=1))"
-    compress(lossy, mesh, shards="quantize(two_shot, bits=4)", weights="quantize(allgather)", replicas=of_replicas)
+    compress(lossy, mesh, gradients="quantize(two_shot, bits=4)", weights="quantize(allgather)", replicas=of_replicas)
     generator = torch.Generator().manual_seed(rank)
     steps = [torch.randint(11, (2, 6), generator=generator) for _ in range(3)]
     for model in (native, ours, lossy):

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 import fnddp
-from fnddp import Exchange, State, Sync, allreduce, laws
-from fnddp.core import collectives, tree
-from fnddp.core.tree import Leaves, Tree
+from fnddp import Exchange, State, Sync, allreduce, collectives, laws, tree
 from fnddp.device import Device
 from fnddp.ir.program import LeafSpec
 from fnddp.laws import bits
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.simulation.ranks import run_threads
+from fnddp.tree import Leaves, Tree
 from fnddp.wire.groups import World
 from tests.pipelines import EXAMPLES, TREES
 from tests.ranks import on_ranks
@@ -60,7 +59,7 @@ class Sorted(Applied):
         return Exchange(dict(leaves), leaves, {path: state[path] + leaves[path] for path in sorted(leaves)})
 
 
-def test_a_state_in_another_order():
+def test_a_state_that_is_returned_in_another_order_is_not_mixed_up():
     grads = {"w": torch.ones(2), "b": 10 * torch.ones(2)}
     sync = Sorted()
     for step in (sync, fnddp.jit(sync)):
@@ -142,7 +141,7 @@ def plan_of_steps(sync: Sync, leaves_of: Callable[[int], dict[str, Tensor]]) -> 
 
 @pytest.mark.parametrize("name", APPLIED)
 @on_ranks(2, threads=True)
-def test_many_small_leaves_are_each_their_own(rank: int, name) -> None:
+def test_small_leaves_that_run_together_are_not_mixed_up(rank: int, name) -> None:
     def leaves_of(step: int) -> dict[str, Tensor]:
         return {f"leaf {k}": torch.arange(3.0 + k % 2) + k + 10 * rank + 100 * step for k in range(6)}
 
@@ -180,7 +179,7 @@ TOGETHER = [
 @pytest.mark.parametrize("text", TOGETHER)
 @pytest.mark.parametrize("converts", [False, True])
 @on_ranks(3, threads=True)
-def test_leaves_that_are_encoded_together_are_each_their_own(rank: int, monkeypatch, text, converts):
+def test_leaves_that_are_encoded_together_are_not_mixed_up(rank: int, monkeypatch, text, converts):
     monkeypatch.setattr(Device, "converts_in_place", converts)
     leaves = {f"leaf {i}": torch.zeros(size) for i, size in enumerate([64, 64, 300, 300, 7, 7, 7, 2, 2])}
     leaves["complex"] = torch.zeros(5, dtype=torch.complex64)
@@ -248,13 +247,13 @@ def squares(rank: int, step: int) -> dict[str, Tensor]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("donation", laws.DONATIONS, ids=lambda d: f"{d.gradients}-{d.state}")
 @pytest.mark.parametrize("how", FOLDS)
-def test_operations_that_read_their_operand_elsewhere(how, donation):
+def test_operations_are_not_written_over_operands_that_they_read_in_another_order(how, donation):
     run_threads(2, partial(laws.law_6_lowered_is_eager, donation=donation), Folded(FOLDS[how]), squares)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_what_is_returned_does_not_lie_where_the_next_step_writes(monkeypatch, name):
+def test_results_do_not_share_memory_with_the_next_step(monkeypatch, name):
     """Large results of operations lie in memory that steps share; here all of them are large."""
     monkeypatch.setattr(Device, "light_bytes", 0)
     sync, traces = fnddp.parse(EXAMPLES[name]), TracesOfThreads()

@@ -6,9 +6,9 @@ import torch
 import fnddp
 from fnddp import parse
 from fnddp.core.sync import Exchange
-from fnddp.core.tree import Leaves, Tree
 from fnddp.plan import period as periods
 from fnddp.plan.period import period
+from fnddp.tree import Leaves, Tree
 from tests.test_passes import Applied
 
 PARAMS = {"w": torch.zeros(20, 10), "b": torch.zeros(10)}
@@ -41,7 +41,7 @@ def bytes_of(text: str, steps: int) -> list[int]:
         ("partition({'w': powersgd(allreduce, refresh=2), 'b': every(2, allreduce)})", 0, 2),
     ],
 )
-def test_a_period_is_what_ranks_come_to(text: str, transient: int, length: int) -> None:
+def test_a_period_is_that_of_steps_run_one_by_one(text: str, transient: int, length: int) -> None:
     recurring = period(parse(text), PARAMS, world_size=N)
     assert sum(each.steps for each in recurring) == length
     sizes = [size for each in recurring for size in [each.plan.wire_bytes] * each.steps]

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import fnddp
-from fnddp import WireCounter, allreduce, error_feedback, fp16, lower, partition, powersgd
-from fnddp.core import tree
+from fnddp import WireCounter, allreduce, error_feedback, fp16, lower, partition, powersgd, tree
 from fnddp.core.buckets import MB, assign_buckets
 from fnddp.ir.program import Grad, LeafSpec, Part, Span
 from fnddp.laws import DONATIONS, SMALL_BUCKETS, law_6_lowered_is_eager
@@ -147,7 +146,7 @@ def test_leaves_without_elements_do_not_travel():
     assert lower(allreduce, {}, world_size=2).collectives == ()
 
 
-def test_second_rounds_go_behind_the_next_buckets_first_one():
+def test_second_rounds_follow_the_first_round_of_the_next_bucket():
     leaves = params(**{f"w{i}": (32, 32) for i in range(3)})
     sync = powersgd(allreduce, rank=1, orthogonalization="qr")  # leaf by leaf: small buckets share a stack otherwise
     plan = lower(sync, leaves, world_size=2, bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
@@ -160,7 +159,7 @@ def test_second_rounds_go_behind_the_next_buckets_first_one():
 
 
 @pytest.mark.parametrize("text", EXAMPLES.values(), ids=EXAMPLES)
-def test_what_is_kept_is_written_over_only_when_all_collectives_are_over(text):
+def test_state_is_written_over_only_after_all_collectives(text):
     """A step that fails on another rank leaves the state alone, and gradients that are donated at the end."""
     sync, traces = fnddp.parse(text), Traces()
     with within(World(size=2)):
@@ -191,7 +190,7 @@ def test_a_mean_of_many_small_leaves_is_a_few_operations_a_bucket(text):
     assert [each.made for each in divisions] == whole  # of a buffer, whatever the shapes in it
 
 
-def test_the_algebra_of_many_factors_does_not_grow_with_them():
+def test_operations_of_powersgd_do_not_grow_with_the_number_of_leaves():
     """Beside products of whole leaves, at most four of them, as many operations for 96 leaves as for 24."""
 
     def count(n: int) -> tuple[int, int]:
@@ -218,7 +217,7 @@ def test_the_algebra_of_many_factors_does_not_grow_with_them():
         ("powersgd(allreduce, refresh=3)", 2),
     ],
 )
-def test_a_plan_for_each_phase(text, plans):
+def test_each_phase_has_one_plan(text, plans):
     step, example, seen = fnddp.jit(fnddp.parse(text)), grads("model", 0), list[Plan | None]()
     state = step.init(example)
     for _ in range(6):

@@ -69,7 +69,7 @@ def test_a_transform_that_loses_leaves_is_an_error_and_not_a_skip():
             run(grads, ())
 
 
-def test_switch_carries_a_residual_over_holds_it_once_and_goes_on_with_what_fits_the_stage_before():
+def test_switch_holds_one_residual_for_all_stages():
     lossy = [error_feedback(fnddp.powersgd(allreduce, rank=rank)) for rank in (2, 1, 2)]
     sync = fnddp.switch({2: lossy[2], 0: lossy[0], 1: lossy[1]})
     state = sync.init(draws(0, 0))
@@ -108,7 +108,7 @@ def test_delayed_gives_the_mean_before_and_memory_knows_what_is_late(rank: int) 
     ],
 )
 @on_ranks(2, threads=True)
-def test_a_nan_on_one_rank_is_a_step_that_has_not_been_on_all(rank: int, inner: str) -> None:
+def test_a_nan_of_one_rank_is_skipped_on_all(rank: int, inner: str) -> None:
     sync = skip_nonfinite(fnddp.parse(inner))
     steps = [fnddp.jit(sync), sync]
     states: list[Any] = [sync.init(draws(rank, 0)) for _ in steps]
@@ -220,7 +220,7 @@ def test_a_lossless_pipeline_measures_nothing_lost_and_zeros_have_no_angle():
 
 
 @on_ranks(2, threads=True)
-def test_a_nan_that_one_rank_alone_gets_is_a_step_that_has_not_been_on_all(rank: int) -> None:
+def test_a_nan_in_a_leaf_that_is_not_reduced_is_skipped_on_all(rank: int) -> None:
     sync = fnddp.parse("skip_nonfinite(error_feedback(partition({'e*': fp16(none), '*': fp16(allreduce)})))")
     grads = {"experts": torch.full((2,), 1e6 if rank else 1.0), "shared": torch.full((3,), 1 / 3)}
     mean, state = sync(grads, sync.init(grads))

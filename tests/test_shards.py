@@ -265,7 +265,7 @@ def test_backward_finds_the_differences_of_its_forward(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_blocks_in_blocks(rank: int) -> None:
+def test_nested_blocks_of_no_sync_and_weight(rank: int) -> None:
     """A block within no_sync does not end it; one of a weight within another raises."""
     x, y = batches(2)
     ours = sharded()
@@ -284,7 +284,7 @@ def test_blocks_in_blocks(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_after_a_forward(rank: int) -> None:
+def test_compress_after_an_evaluation(rank: int) -> None:
     """Such as an evaluation before training, after which FSDP leaves the model's own weights whole."""
     (x,) = batches(1)
     mesh = meshes(1, 2)
@@ -293,7 +293,7 @@ def test_after_a_forward(rank: int) -> None:
     ours: Any = fully_shard(model, mesh=mesh["shard"])
     with torch.no_grad():
         ours(x)
-    handle = compress(ours, mesh, shards="two_shot", replicas="allreduce")
+    handle = compress(ours, mesh, gradients="two_shot", replicas="allreduce")
     ours(x).sum().backward()
     assert handle.sync_stats()["steps"] == 1
 
@@ -302,7 +302,7 @@ def test_after_a_forward(rank: int) -> None:
 def test_statistics_are_those_of_the_next_step(rank: int) -> None:
     (x,) = batches(1)
     ours = sharded()
-    handle = compress(ours, meshes(2, names="shard"), shards="quantize(two_shot)", weights="quantize(allgather)")
+    handle = compress(ours, meshes(2, names="shard"), gradients="quantize(two_shot)", weights="quantize(allgather)")
     told: list[int] = []
     for set_up in (nothing, ours.set_reshard_after_forward, ours.layers[1].requires_grad_):
         set_up(False)
@@ -384,7 +384,7 @@ def test_tokens_of_several_backwards(rank: int) -> None:
 
     def backward(no_sync: Callable[[Any], Any]) -> Any:
         model = sharded(mesh["shard"])
-        handle = compress(model, mesh, shards="two_shot", replicas="allreduce")
+        handle = compress(model, mesh, gradients="two_shot", replicas="allreduce")
         share = [len(part) / sum(tokens[rank]) for part in parts]
         with no_sync(handle):
             (loss(model, parts[0]) * share[0]).backward()
@@ -489,7 +489,7 @@ def test_a_step_that_failed_ends_with_a_backward_that_breaks_off(rank: int) -> N
 
 
 ALL_AXES = {
-    "shards": "error_feedback(quantize(two_shot, bits=4, rounding='stochastic'))",
+    "gradients": "error_feedback(quantize(two_shot, bits=4, rounding='stochastic'))",
     "weights": "quantize(allgather)",
     "replicas": "error_feedback(powersgd(bf16(allreduce), rank=1))",
 }
@@ -616,7 +616,7 @@ def test_an_error_of_one_rank_before_training_is_one_on_all_axes(rank: int) -> N
         with pytest.raises((TypeError, ValueError) if rank == who else RankMismatchError):
             attempt()
     with pytest.raises(RankMismatchError, match="rank 2: two_shot; rank 3: bf16" if rank > 1 else "rank [23]: .*ranks"):
-        compress(sharded(mesh["shard"]), mesh, shards="bf16(two_shot)" if rank == 3 else "two_shot")
+        compress(sharded(mesh["shard"]), mesh, gradients="bf16(two_shot)" if rank == 3 else "two_shot")
 
 
 @pytest.mark.thorough
@@ -626,7 +626,7 @@ def test_one_handle_for_all_axes(rank: int) -> None:
     mesh = meshes(2, 2)
     ours, other = (sharded(mesh["shard"], reshard_after_forward=False) for _ in range(2))
     handle = compress(ours, mesh, **ALL_AXES)
-    shards = compress_shards(other, ALL_AXES["shards"], ALL_AXES["weights"])
+    shards = compress_shards(other, ALL_AXES["gradients"], ALL_AXES["weights"])
     compress_replicas(other, ALL_AXES["replicas"], mesh["replicate"])
     for model in (ours, other):
         train(model, batches(3))
@@ -642,17 +642,17 @@ def test_one_handle_for_all_axes(rank: int) -> None:
     handle.state = handle.state
     parts: Any = Net().named_modules()
     groups = {name: dict(each.named_parameters(name)) for name, each in parts if isinstance(each, nn.Linear)}
-    options = {"gradients": ALL_AXES["shards"], "weights": ALL_AXES["weights"], "sync": ALL_AXES["replicas"]}
+    options = {"world_size": {"shards": 2, "replicas": 2}, **ALL_AXES}
     live = compress(sharded(mesh["shard"]), mesh, **ALL_AXES).plan
-    planned = str(plan_axes(groups, shards=2, replicas=2, **options))  # without any rank, as the first ones of a node
+    planned = str(plan_axes(groups, **options))  # without any rank, as the first ones of a node
     assert (planned == str(live)) == (mesh.get_local_rank("shard") == 0)
 
-    with pytest.raises(TypeError, match="give a pipeline of shards, of weights, or of replicas"):
+    with pytest.raises(TypeError, match="give a pipeline of gradients, of weights, or of replicas"):
         compress(sharded(mesh["shard"]), mesh)
     with pytest.raises(TypeError, match="wants a mesh of two dimensions"):
         compress(sharded(mesh["shard"]), mesh["shard"], replicas="allreduce")
     with pytest.raises(TypeError, match=r"'layers.0' is sharded over the ranks \[0, 1, 2, 3\], and the last dimension"):
-        compress(sharded(), mesh, shards="two_shot")
+        compress(sharded(), mesh, gradients="two_shot")
 
 
 @pytest.mark.thorough
@@ -664,7 +664,7 @@ def test_plans_count_what_backward_gathers_again(rank: int, weights: str | None)
     (x,) = batches(1)
     for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}):
         model = sharded(mesh["shard"], **options)
-        handle = compress(model, mesh, shards="quantize(two_shot, bits=4)", weights=weights)
+        handle = compress(model, mesh, gradients="quantize(two_shot, bits=4)", weights=weights)
         loss(model, x).backward()
         change(model, by=lambda p: 1.01 * p)
         with WireCounter() as counter:
@@ -675,7 +675,7 @@ def test_plans_count_what_backward_gathers_again(rank: int, weights: str | None)
 def _compressed(*shape: int) -> tuple[Any, Any]:
     mesh = meshes(*shape)
     model = sharded(mesh["shard"])
-    return model, compress(model, mesh, shards=ALL_AXES["shards"], replicas="allreduce")
+    return model, compress(model, mesh, gradients=ALL_AXES["gradients"], replicas="allreduce")
 
 
 def _saves(rank: int, folder: str) -> Tensor:

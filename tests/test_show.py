@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 
 from fnddp import Link, Plan, Sync, allreduce, error_feedback, fp16, lower, parse, partition, powersgd
 from fnddp.cli import picture
-from fnddp.core.tree import Tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import KEEP
 from fnddp.show import drawing
 from fnddp.show.drawing import CHARACTER, INK, MARGIN, PAPER, WIDEST
+from fnddp.tree import Tree
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
 PARAMS = {"weight": torch.empty(96, 64, device="meta"), "bias": torch.empty(96, device="meta")}

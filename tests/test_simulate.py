@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fnddp
-from fnddp import Local, Replicated, laws
-from fnddp.core import collectives, tree
+from fnddp import Local, Replicated, collectives, laws, tree
 from fnddp.laws import bits
 from fnddp.simulation.ranks import run_threads
 from fnddp.simulation.simulate import simulate
@@ -23,7 +22,7 @@ def stacked(name: str, n: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"none", "unreduced", "measure"}))
-def test_no_mean_has_rows(name):
+def test_a_simulated_mean_has_no_dimension_of_ranks(name):
     """Whatever a mean is decoded to is made from what all ranks have, and not from the ranks' own leaves."""
     simulation = simulate(fnddp.parse(EXAMPLES[name]), 3)
     grads = {"a.weight": torch.randn(3, 6, 5), "b": torch.randn(3, 7)}
@@ -92,7 +91,7 @@ class remembers(fnddp.Sync):
         return done._replace(state=SeenState(seen, state.mine + collectives.rank(None)))
 
 
-def test_states_are_as_they_are_marked():
+def test_simulated_states_are_replicated_or_local_as_marked():
     grads, simulation, wrong = {"w": torch.randn(3, 4)}, simulate(remembers(), 3), simulate(remembers(wrong=True), 3)
     state = simulation.init(grads)
     for _ in range(2):

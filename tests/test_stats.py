@@ -144,7 +144,7 @@ def test_profiler_ranges(level, capfd):
     assert {"fnddp slot 0 encode", "fnddp slot 1 encode", "fnddp slot 2 decode"} <= found
 
 
-def test_numbers_are_the_same(level, capfd):
+def test_debug_levels_change_no_numbers(level, capfd):
     level("0")
     want = run_threads(2, exchanges)
     assert capfd.readouterr() == ("", "")
@@ -153,7 +153,7 @@ def test_numbers_are_the_same(level, capfd):
         assert run_threads(2, exchanges) == want
 
 
-def test_it_is_read_when_an_engine_is_made(level, capfd):
+def test_debug_levels_are_read_when_an_engine_is_made(level, capfd):
     step = fnddp.jit(SYNC)
     for value, leaves, is_printed in (("0", 8, False), ("2", 8, False), ("2", 4, True)):
         level(value)

@@ -103,7 +103,7 @@ BAD_OPTIONS = {
     "error_feedback(all_reduce(op='min'))": "losses do not add up",
     "ef21(allgather, eta=0)": r"ef21: eta must be in \(0, 1\], got 0",
     "ef21(allgather, eta=1.5)": "got 1.5",
-    "ef21(all_reduce(op='max'))": "estimates do not add up",
+    "ef21(all_reduce(op='max'))": "losses do not add up",
     "momentum_correction(allgather, momentum=1.0)": r"momentum must be in \[0, 1\), got 1.0",
     "momentum_correction(allgather, momentum=-0.1)": "got -0.1",
     "momentum_correction(all_reduce(op='min'))": "losses do not add up",
@@ -423,7 +423,7 @@ def test_powersgd_recovers_after_zero_and_after_infinite_gradients(options):
     torch.testing.assert_close(mean["w"], good["w"], rtol=1e-4, atol=1e-3)
 
 
-def test_what_is_compressed():
+def test_powersgd_compresses_matrices_above_its_rate():
     gradients = {
         "matrix": torch.ones(12, 20),  # 32 * 2 * 2 < 240
         "small": torch.ones(5, 6),  # 11 * 2 * 2 > 30

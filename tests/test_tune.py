@@ -14,7 +14,7 @@ import fnddp
 from fnddp import Compute, Link, parse
 from fnddp.cli import main, models, picture, tune_report
 from fnddp.cli.models import to_tune as asked
-from fnddp.cost.estimate import MeanStep, Span, Step
+from fnddp.cost.estimate import MeanStepCost, Span, StepCost
 from fnddp.run import choose as choosing
 from fnddp.simulation.ranks import run_threads
 from fnddp.simulation.tune import CANDIDATES, MEAN, SIXTEEN_BITS, Outcome, Problem, Tuned, final_loss, trained, tune
@@ -22,8 +22,8 @@ from tests.workloads import SMALL
 
 
 def outcome(pipeline: str, seconds: float, *losses: float) -> Outcome:
-    step = Step((Span("forward", 0, 0.0, seconds),), Compute(seconds), (), 0.0, 0.0)
-    return Outcome(pipeline, 1000, 1000, MeanStep(((step, 1),)), losses)
+    step = StepCost((Span("forward", 0, 0.0, seconds),), Compute(seconds), (), 0.0, 0.0)
+    return Outcome(pipeline, 1000, 1000, MeanStepCost(((step, 1),)), losses)
 
 
 def tuned(*outcomes: Outcome, within: float = 0.01) -> Tuned:

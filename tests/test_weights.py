@@ -129,7 +129,7 @@ def test_a_backward_that_reaches_no_parameter_leaves_the_weight_to_the_one_that_
 
 
 @on_ranks(2)
-def test_a_weight_counts_for_what_stands_for_parameters(rank: int) -> None:
+def test_a_weight_counts_in_functional_call(rank: int) -> None:
     model = wrapped()
     stands = {"module.weight": torch.ones(1, 1, requires_grad=True)}
     with model.weight(rank + 1):
@@ -276,7 +276,7 @@ class Voting(C10d):
 
 
 @on_ranks(2)
-def test_who_never_gives_a_weight_sends_nothing_for_it(rank: int) -> None:
+def test_steps_without_weights_send_nothing_more(rank: int) -> None:
     wire = Voting()
     model = wrapped(wire=wire)
     votes: list[int] = []
@@ -344,7 +344,7 @@ def test_weights_that_are_all_0_are_an_error_on_all_ranks(rank: int):
         ),
     ],
 )
-def test_what_knows_no_weights_says_so(text, grads, match):
+def test_weights_without_a_mean_are_refused(text, grads, match):
     sync = fnddp.parse(text)
     with pytest.raises(ValueError, match=match):
         sync(grads, sync.init(grads), weight=2.0)

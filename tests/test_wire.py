@@ -70,7 +70,7 @@ def test_fewer_ranks_take_part(sync, plans):
 
 
 @pytest.mark.parametrize("text", ["allreduce", "error_feedback(powersgd(allreduce))"])
-def test_where_works_are_always_ready_launches_are_the_programs(text):
+def test_the_order_of_launches_does_not_depend_on_the_hosts_time(text):
     """As on CUDA, whose streams order what is launched: nothing depends on when the host looks."""
     sync, grads = fnddp.parse(text), laws.model(0, 0)
     logs = []
@@ -118,7 +118,7 @@ def test_engines_that_wait_for_each_other():
 
 
 @on_ranks(2)
-def test_live_objects_follow_the_world(rank):
+def test_steps_follow_a_new_default_process_group(rank):
     x, params = torch.full((3,), rank + 1.0), {"w": torch.ones(3)}
     jitted, grad_of = fnddp.jit(fnddp.allreduce), fnddp.value_and_grad(lambda p: (p["w"] * x).sum(), fnddp.allreduce)
     again = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())

@@ -32,7 +32,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer, Compressed]:
     handle = compress(
         model,
         mesh,
-        shards="error_feedback(quantize(two_shot, bits=4))",
+        gradients="error_feedback(quantize(two_shot, bits=4))",
         weights="quantize(allgather)",
         replicas="error_feedback(powersgd(bf16(allreduce), rank=2))",
     )

@@ -51,14 +51,14 @@ def run(pipelines: Sequence[str]) -> int:
         pairs = [(torch.empty_like(grad), grad) for grad in grads.values()]
         copy = median(repeat(lambda: [to.copy_(grad) for to, grad in pairs], number=1, repeat=9))
         rows = each("timing", lambda sync: _row(sync, grads, copy), syncs)
-    weights = {"bits": 4, "encode": 5, "encode\nof a copy": 2, "decode": 3, "decode\nof a copy": 1}
+    columns = {"bits": 4, "encode": 5, "encode\nof a copy": 2, "decode": 3, "decode\nof a copy": 1}
     legend = {
         "encode": "ms until the payloads are in the buffers of their collectives; median",
         "decode": "ms to read them, and for the mean",
         "of a copy": f"the time of copying the gradients, {1e3 * copy:.1f} ms, over that",
     }
     note = f"One rank, one thread, {LEAVES} leaves of {ELEMENTS:,} float32."
-    Table("codec", weights, rows, legend, note).show()
+    Table("codec", columns, rows, legend, note).show()
     return 0
 
 

@@ -124,8 +124,7 @@ def plan(
             fix = f"leave {', '.join(unfit)} out" if unfit else "give --shards N, or --shards 1"
             raise WrongArgument(f"the plan of a model's axes is for --shards and --replicas: {fix}")
         checks.check_imports(imports)
-        own = {"gradients": gradients, "weights": weights}
-        plan_report.show_axes(model, pipelines or [], links, as_json, shards, replicas, **own)
+        plan_report.show_axes(model, pipelines or [], links, as_json, shards, replicas, gradients, weights)
         return 0
     texts = pipelines or options.DEFAULT_PIPELINES
     files = {option: file for option, file in (("--svg", svg), ("--trace", trace)) if file is not None}

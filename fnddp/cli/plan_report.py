@@ -166,9 +166,10 @@ def show_axes(
     as_json: bool,
     shards: int,
     replicas: int,
-    **own: str | None,
+    gradients: str | None,
+    weights: str | None,
 ) -> None:
-    """Print the plan of a step of `model`, with the time of each axis on each of `links`; `own` pipelines of shards."""
+    """Print the plan of a step of `model`, with the time of each axis on each of `links`."""
     from fnddp.integrations.fsdp.axes import plan_axes  # with FSDP2, which takes a second to import
 
     if len(pipelines) > (replicas > 1):
@@ -177,8 +178,10 @@ def show_axes(
     by_text = {text: _by_axis(text, replicas) for text in links}
     parameters = checks.check_model(model, trains=False)
     groups = blocks(parameters)
+    world_size = {"shards": shards, "replicas": replicas}
     with wrong_if(TypeError, ValueError):
-        plan = plan_axes(groups, shards=shards, replicas=replicas, sync=[*pipelines, "allreduce"][0], **own)
+        between = [*pipelines, None][0]
+        plan = plan_axes(groups, world_size=world_size, gradients=gradients, weights=weights, replicas=between)
     elements = sum(p.numel() for p in parameters.values())
     if as_json:
         axes = [

@@ -33,14 +33,14 @@ def show(results: Sequence[Result]) -> None:
         for result in results
     ]
     score = "final loss" if any(result["test_accuracy"] is None for result in results) else "accuracy"
-    weights = {"bytes/step": 5, "reduction": 2, "MB sent": 1, score: 4, "ms/step": 3}
+    columns = {"bytes/step": 5, "reduction": 2, "MB sent": 1, score: 4, "ms/step": 3}
     legend = {
         "bytes/step": "bytes that a rank passes to its collectives in the last step, counted",
         "reduction": "4 bytes for each parameter, over those",
         "MB sent": "by a rank, in all steps",
         "ms/step": "median; fewer bytes pay on slow links, hardly ever within one machine",
     }
-    Table("pipeline", weights, rows, legend).show()
+    Table("pipeline", columns, rows, legend).show()
     echo("With each pipeline the final parameters are the same on all ranks, to the bit.")
 
 

@@ -84,13 +84,13 @@ class Table:
 
     def _fitting(self, width: int) -> tuple[list[int], int]:
         """Return the columns that fit `width`, at least one, and the least width at which they are whole."""
-        weights = list(self.columns.values())
+        priorities = list(self.columns.values())
         lines = [[*heading.split("\n"), *(row[i] for row in self.rows)] for i, heading in enumerate(self.columns, 1)]
         widths = [GAP + max(map(len, column)) for column in lines]
         names = min(NARROWEST, max(len(row[0]) for row in [[self.name], *self.rows]))
         shown = list(range(len(widths)))
         while len(shown) > 1 and names + sum(widths[i] for i in shown) > width:
-            shown.remove(min(reversed(shown), key=lambda i: weights[i]))
+            shown.remove(min(reversed(shown), key=lambda i: priorities[i]))
         return shown, 1 + sum(widths[i] for i in shown)
 
 

@@ -40,7 +40,7 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
         )
         for each in tuned.outcomes
     ]
-    weights = {"wire B": 4, "link B": 1, "step": 8, "codec": 3, "exposed": 2, "loss": 7, "spread": 5, "mark": 6}
+    columns = {"wire B": 4, "link B": 1, "step": 8, "codec": 3, "exposed": 2, "loss": 7, "spread": 5, "mark": 6}
     forward, backward = map(duration, (tuned.compute.forward_seconds, tuned.compute.backward_seconds))
     legend = {
         "wire B": "bytes that a rank passes to its collectives in a step",
@@ -55,7 +55,7 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
     }
     note = "Measured by one rank alone, on one core: ranks that share cores, caches or a GPU take longer to compute."
     echo(f"{title(found)}\n")
-    Table("pipeline", weights, rows, legend, note).show()
+    Table("pipeline", columns, rows, legend, note).show()
     for line in filter(None, (tuned.verdict, tuned.doubt and f"But {tuned.doubt}.")):
         echo(line)
 

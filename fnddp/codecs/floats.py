@@ -95,7 +95,7 @@ class natural(Codec):
     seed: int = 0
 
     draws = True
-    has_fractions = False
+    nests = frozenset({"around"})  # its payload has no fractions
 
     def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
         top = min(math.frexp(torch.finfo(x.dtype).max)[1] - 1, BIAS) + BIAS

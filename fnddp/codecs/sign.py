@@ -47,8 +47,8 @@ class sign(Codec):
         return self.scale == "mean"
 
     @property
-    def has_fractions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.scale != "none"
+    def nests(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return frozenset({"around"} if self.scale == "none" else {"around", "inside"})
 
     @property
     def hides_nonfinite(self) -> bool:
@@ -105,8 +105,7 @@ class majority_vote(Codec):
 
     inner: Sync
 
-    has_fractions: ClassVar[Any] = False
-    carries: ClassVar[Any] = False  # of what another codec has chosen or scaled there is nothing to vote on
+    nests: ClassVar[Any] = frozenset[str]()  # of what another codec has chosen or scaled there is nothing to vote on
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         done = self.inner.carry((Layer(self),), leaves, state)

@@ -115,7 +115,7 @@ class dct_topk(Codec):
     k: int = 8
     index: str = "small"
 
-    carries: ClassVar[Any] = False  # tiles are cut from the leaves themselves
+    nests: ClassVar[Any] = frozenset({"inside"})  # tiles are cut from the leaves themselves
     limits: ClassVar = {"chunk": at_least(1), "k": at_least(1), "index": one_of(*INDEX_DTYPES)}
 
     def __post_init__(self) -> None:

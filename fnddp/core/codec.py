@@ -60,7 +60,7 @@ class Layer(NamedTuple):
     step: Any = 0
 
 
-Code: TypeAlias = tuple[Layer, ...]
+Layers: TypeAlias = tuple[Layer, ...]
 """Codecs around a carrier, the outermost first: each encodes the fractional parts of the payload of the one before."""
 
 
@@ -71,14 +71,14 @@ class Encoded(NamedTuple):
     decode: Callable[[Payload], Tensor]
 
 
-def encode(code: Code, x: Tensor, key: Key, length: Tensor | None = None) -> Encoded:
-    """Return `x: [rows, n]`, or `[rows, pieces, n]`, encoded by the codecs of `code` in turn.
+def encode(layers: Layers, x: Tensor, key: Key, length: Tensor | None = None) -> Encoded:
+    """Return `x: [rows, n]`, or `[rows, pieces, n]`, encoded by the codecs of `layers` in turn.
 
     `length` is how many numbers of each row are not padding, `[rows, 1]`; None for all of them.
     """
-    if not code:
+    if not layers:
         return Encoded({"": x}, _only)
-    layer, inner = code[0], code[1:]
+    layer, inner = layers[0], layers[1:]
     codec: Any = layer.codec
     n = x.shape[-1]
     lengths: dict[str, Tensor] = {}
@@ -103,12 +103,12 @@ def encode(code: Code, x: Tensor, key: Key, length: Tensor | None = None) -> Enc
     return Encoded(payload, decode)
 
 
-def unit_of(code: Code, n: int) -> int | None:
+def unit_of(layers: Layers, n: int) -> int | None:
     """Return how many elements of a row of `n` are encoded by themselves: see `Codec.unit`; 1 without a codec."""
-    units = [None if each.codec.draws or each.codec.averages else each.codec.unit(n) for each in code]
+    units = [None if each.codec.draws or each.codec.averages else each.codec.unit(n) for each in layers]
     if None in units:
         return None
-    return units[0] if code and all(unit == 1 for unit in units[1:]) else n if code else 1
+    return units[0] if layers and all(unit == 1 for unit in units[1:]) else n if layers else 1
 
 
 class Batch:
@@ -158,7 +158,7 @@ class Batch:
         return self.join({path: row[:, : lengths[path]] for path, row in self.split(x).items()})
 
 
-def batches_of(code: Code, rows: Leaves) -> dict[str, Batch]:
+def batches_of(layers: Layers, rows: Leaves) -> dict[str, Batch]:
     """Return `rows` of leaves in batches that are encoded together, by the path of their first leaf.
 
     In a plan they are those of a bucket, up to a size from which joining them costs more than it saves; else each leaf
@@ -168,7 +168,7 @@ def batches_of(code: Code, rows: Leaves) -> dict[str, Batch]:
     found: list[tuple[Leaves, int | None]] = []
     last: dict[Any, tuple[Leaves, int]] = {}  # of those alike the last batch, and its bytes
     for path, row in rows.items():
-        unit = None if bucket_of is None else unit_of(code, row.shape[1])
+        unit = None if bucket_of is None else unit_of(layers, row.shape[1])
         bucket = None if bucket_of is None or unit is None else bucket_of(path)
         nbytes = row.numel() * row.element_size()
         if unit is None or bucket is None or nbytes > device_of(row.device).light_bytes:
@@ -218,11 +218,11 @@ def takes_averages(inner: Any) -> bool:
     return not isinstance(inner, Carrier) and (inner.averages or takes_averages(inner.inner))
 
 
-def _encode_part(code: Code, part: Tensor, dims: int, key: Key, length: Tensor | None) -> Encoded:
+def _encode_part(layers: Layers, part: Tensor, dims: int, key: Key, length: Tensor | None) -> Encoded:
     """Return a part, whose first `dims` dimensions are of rows, encoded by the codecs inside."""
-    if not part.is_floating_point() or not code:
+    if not part.is_floating_point() or not layers:
         return Encoded({"": part}, _only)
-    inner = encode(code, part.reshape(*part.shape[:dims], -1), key, length)
+    inner = encode(layers, part.reshape(*part.shape[:dims], -1), key, length)
 
     def decode(payload: Payload) -> Tensor:
         return inner.decode(payload).to(part.dtype).reshape(-1, *part.shape[1:])
@@ -242,24 +242,24 @@ class Carrier(Reducer):
     """
 
     ops: ClassVar[Any] = frozenset({"mean"})
-    carries: ClassVar[Any] = True
+    nests: ClassVar[Any] = frozenset({"around"})
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         return self.carry((), leaves, state)
 
-    def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
+    def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         group = group_name(self.group)
         whole = {path: leaf for path, leaf in leaves.items() if not is_inexact(leaf) or not leaf.numel()}
         wires = {path: layout.to_wire(leaf) for path, leaf in leaves.items() if path not in whole}
         mean, sent = collectives.all_reduce(whole, "mean", group), dict(whole)
-        means, sents, state = self.carry_flat(code, {path: wire.reshape(-1) for path, wire in wires.items()}, state)
+        means, sents, state = self.carry_flat(layers, {path: wire.reshape(-1) for path, wire in wires.items()}, state)
         for path, wire in wires.items():
             for into, value in ((mean, means[path]), (sent, sents[path])):
                 into[path] = layout.from_wire(value.to(wire.dtype).view(wire.shape), leaves[path])
         return Exchange({path: mean[path] for path in leaves}, {path: sent[path] for path in leaves}, state)
 
     @abc.abstractmethod
-    def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
+    def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         """Return mean, sent and next state of flat real leaves, none of them empty, whose dtypes hold fractions."""
 
 
@@ -297,14 +297,12 @@ class Codec(Sync):
 
     draws: ClassVar[bool] = False
     averages: ClassVar[bool] = False
-    carries: ClassVar[Any] = True
-    has_fractions: ClassVar[Any] = True
-    """True if its payload has floating-point parts, which a codec inside encodes."""
+    nests: ClassVar[Any] = frozenset({"around", "inside"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         name, inner = type(self).__name__, self.inner
-        if isinstance(inner, Codec) and not inner.carries and inner.has_fractions:
+        if isinstance(inner, Codec) and not inner.carries and "inside" in inner.nests:
             raise TypeError(
                 f"{name}: {type(inner).__name__} works on gradients themselves, so no codec goes around it; "
                 f"put {name} inside, {type(inner).__name__}({name}(allgather))"
@@ -315,7 +313,7 @@ class Codec(Sync):
                 f"{name}(allgather) or {name}(two_shot), and put transforms that are none outside: "
                 f"bucketize({name}(allgather))"
             )
-        if not (self.has_fractions or isinstance(self.inner, Carrier)):
+        if not ("inside" in self.nests or isinstance(self.inner, Carrier)):
             raise TypeError(
                 f"{name}: its payload has no fractions that {self.inner!r} could encode; give it a carrier alone, "
                 f"{name}(allgather) or {name}(two_shot)"
@@ -360,16 +358,16 @@ class Codec(Sync):
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         return self.carry((), leaves, state)
 
-    def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
-        return carried(self, code, leaves, state)
+    def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
+        return carried(self, layers, leaves, state)
 
 
-def carried(codec: Any, code: Code, leaves: Leaves, state: State) -> Exchange:
-    """Exchange `leaves`, encoded by `code` and then by `codec`, over what is inside of it."""
+def carried(codec: Any, layers: Layers, leaves: Leaves, state: State) -> Exchange:
+    """Exchange `leaves`, encoded by `layers` and then by `codec`, over what is inside of it."""
     if not codec.draws:
-        return codec.inner.carry((*code, Layer(codec)), leaves, state)
+        return codec.inner.carry((*layers, Layer(codec)), leaves, state)
     require_state(type(codec).__name__, state, CodecState)
-    inner = codec.inner.carry((*code, Layer(codec, getattr(codec, "seed", 0), state.step)), leaves, state.inner)
+    inner = codec.inner.carry((*layers, Layer(codec, getattr(codec, "seed", 0), state.step)), leaves, state.inner)
     return replaced(inner, state=CodecState(state.step + 1, inner.state))
 
 

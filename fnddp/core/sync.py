@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from types import FunctionType
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dataclass_transform, final
 
 import torch
 from torch import Tensor
 
 from fnddp.core import tree
 from fnddp.core.collectives import scale_of_weight
+from fnddp.core.deprecations import refuse_old_flags
 from fnddp.core.expression import CHECKS, Expression
 from fnddp.core.group import Group, group_name
 from fnddp.core.tree import Leaves, Tree, require_leaves
@@ -87,11 +88,12 @@ class Sync(Expression, abc.ABC):
     """True if it adds what it keeps of earlier steps to later gradients: their losses, or a momentum."""
     wants_whole_leaves: ClassVar[bool] = False
     """True if it computes something of all leaves that cannot be computed from a rank's shards of them."""
-    needs_sums: ClassVar[str] = ""
-    """Why payloads inside must add, for the error about a max or min inside; empty if any reduction will do."""
+    nests: ClassVar[Any] = frozenset[str]()
+    """Where codecs may stand: "around" it, if it moves what need not add; "inside" of it, to encode its fractions."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        refuse_old_flags(cls)
         if "exchange" in cls.__dict__:
             cls.exchange = _checked(cls.exchange)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -103,11 +105,6 @@ class Sync(Expression, abc.ABC):
                 raise TypeError(
                     f"{name}: {inner!r} has no update for some leaves in some steps, and {name} needs the mean of all "
                     f"of them; put what skips outside, such as every(n, {name}(...))"
-                )
-            if self.needs_sums and inner.ops & {"max", "min"}:
-                raise TypeError(
-                    f"{name}: {inner!r} takes a max or min, {self.needs_sums}; "
-                    "use a mean or sum, or give those leaves their own pipeline with partition({...})"
                 )
 
     @abc.abstractmethod
@@ -123,7 +120,7 @@ class Sync(Expression, abc.ABC):
         """Synchronize `leaves`, with the same collectives in the same order on all ranks.
 
         Args:
-            leaves: This rank's gradients by leaf path, as `fnddp.core.tree.flatten` names them.
+            leaves: This rank's gradients by leaf path, as `fnddp.tree.flatten` names them.
             state: From `init` or the previous exchange.
 
         Raises:
@@ -216,19 +213,6 @@ class Sync(Expression, abc.ABC):
         return all(child.sent_is_exact for child in self.children())
 
     @property
-    def agrees(self) -> bool:
-        """True if all ranks get the same mean of every leaf. False without a reduction, and over several groups."""
-        inner = list(self.children())
-        if not inner:
-            return bool(self.ops)
-        return all(child.agrees for child in inner) and len({child.groups for child in inner}) == 1
-
-    @property
-    def gives_later(self) -> bool:
-        """True if a mean may contain gradients of earlier steps, so also for a leaf without one in this step."""
-        return not self.sent_is_exact or any(each.remembers for each in all_in(self))
-
-    @property
     def skips(self) -> bool:
         """True if some leaves have no update in some steps: no entry in `Exchange.mean`, None in the result.
 
@@ -241,13 +225,29 @@ class Sync(Expression, abc.ABC):
         """True if its mean may be finite where a gradient is not."""
         return any(child.hides_nonfinite for child in self.children())
 
+    @final
+    @property
+    def agrees(self) -> bool:
+        """True if all ranks get the same mean of every leaf. False without a reduction, and over several groups."""
+        inner = list(self.children())
+        if not any(child.ops for child in inner):  # what nothing inside reduces, it may reduce itself
+            return bool(self.ops)
+        return all(child.agrees for child in inner) and len({child.groups for child in inner}) == 1
+
+    @final
+    @property
+    def gives_later(self) -> bool:
+        """True if a mean may contain gradients of earlier steps, so also for a leaf without one in this step."""
+        return not self.sent_is_exact or any(each.remembers for each in all_in(self))
+
+    @final
     @property
     def carries(self) -> bool:
-        """True if it moves payloads that need not add, and takes the mean of the decoded ones: see `Codec`."""
-        return False
+        """True if codecs may stand around it: see `nests`."""
+        return "around" in self.nests
 
-    def carry(self, code: Any, leaves: Leaves, state: State) -> Exchange:
-        """Exchange `leaves`, encoded by the codecs of `code`; for pipelines of which `carries` is True."""
+    def carry(self, layers: Any, leaves: Leaves, state: State) -> Exchange:
+        """Exchange `leaves`, encoded by the codecs of `layers`; for pipelines of which `carries` is True."""
         raise TypeError(f"{self!r} carries no encoded payloads")
 
     def children(self) -> Iterator["Sync"]:
@@ -304,6 +304,16 @@ def require_weighable(sync: Sync, dtypes: Mapping[str, torch.dtype]) -> None:
         if not (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(
                 f"weight: leaf {path!r} is {dtype}, which cannot be scaled; make it float, or leave weight out"
+            )
+
+
+def require_sums(sync: Sync, why: str) -> None:
+    """Raise a TypeError if a pipeline in `sync` takes a max or min; `why` follows that in the error."""
+    for inner in sync.children():
+        if inner.ops & {"max", "min"}:
+            raise TypeError(
+                f"{type(sync).__name__}: {inner!r} takes a max or min, {why}; "
+                "use a mean or sum, or give those leaves their own pipeline with partition({...})"
             )
 
 

@@ -72,7 +72,7 @@ def require_leaves(owner: str, leaves: Any) -> None:
     if problem:
         raise TypeError(
             f"{owner}: exchange takes a dict of tensors by leaf path, {problem}; call the pipeline, "
-            "sync(grads, state), or flatten first: leaves, spec = fnddp.core.tree.flatten(grads)"
+            "sync(grads, state), or flatten first: leaves, spec = fnddp.tree.flatten(grads)"
         )
 
 

@@ -5,11 +5,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from fnddp.core.deprecations import renamed_name
 from fnddp.cost.link import Link, duration, scaled
+from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Collective
-from fnddp.ir.schedule import Schedule
 from fnddp.wire.kinds import named
 
 Links: TypeAlias = Link | Mapping[str | None, Link]
@@ -83,7 +84,7 @@ class CollectiveCost:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """A computed step. Printed, it is a table of its collectives, and the sum of its parts if there are others.
 
     Attributes:
@@ -141,15 +142,15 @@ class Step:
         return f"{table}\nstep {duration(self.seconds)} = {' + '.join(written)}" if computes else table
 
 
-def _mean_of(name: str) -> Callable[["MeanStep"], float]:
+def _mean_of(name: str) -> Callable[["MeanStepCost"], float]:
     return lambda mean: fmean([getattr(step, name) for step, _ in mean.steps], [count for _, count in mean.steps])
 
 
 @dataclass(frozen=True)
-class MeanStep:
+class MeanStepCost:
     """The mean of the steps of a period: `steps` has each kind of step, and how many of them there are."""
 
-    steps: tuple[tuple[Step, int], ...]
+    steps: tuple[tuple[StepCost, int], ...]
 
     seconds = cached_property(_mean_of("seconds"))
     encode_seconds = cached_property(_mean_of("encode_seconds"))
@@ -191,7 +192,7 @@ class _Queue:
         return self._link[group]
 
 
-def estimate(collectives: Iterable[Collective], link: Links, backward_seconds: float = 0.0) -> Step:
+def estimate(collectives: Iterable[Collective], link: Links, backward_seconds: float = 0.0) -> StepCost:
     """Return a step that computes nothing but backward: `predict` for collectives that are not those of a plan.
 
     The gradients of K buckets are ready at 1/K, 2/K, ... of backward. For more see `Plan.estimate`.
@@ -205,10 +206,10 @@ def estimate(collectives: Iterable[Collective], link: Links, backward_seconds: f
     end = max((cost.end_seconds for cost in costs), default=0.0)
     if end > backward_seconds:
         spans.append(Span("wait", len(costs) - 1, backward_seconds, end - backward_seconds))
-    return Step(tuple(spans), Compute(backward_seconds=backward_seconds), tuple(costs))
+    return StepCost(tuple(spans), Compute(backward_seconds=backward_seconds), tuple(costs))
 
 
-def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
+def predict(plan: PlanData, link: Links, compute: Compute) -> StepCost:
     """Return a predicted step of `plan`: segments in order, each collective once its segment is done.
 
     A segment runs when its gradients have arrived, the one before it is done, and the collectives that it waits for
@@ -238,7 +239,7 @@ def predict(plan: Schedule, link: Links, compute: Compute) -> Step:
         if segment.launches is not None:
             clock.launch(queue.serve(segment.launches, clock.free))
     clock.wait(range(len(clock.done)))
-    return Step(clock.spans(), compute, tuple(clock.done), encode, decode)
+    return StepCost(clock.spans(), compute, tuple(clock.done), encode, decode)
 
 
 class _Clock:
@@ -282,7 +283,7 @@ class _Clock:
         return (forward, Span("backward", 0, self._begin, self._backward_end - self._begin), *self._spans)
 
 
-def _arrivals(plan: Schedule, compute: Compute) -> Mapping[str, float]:
+def _arrivals(plan: PlanData, compute: Compute) -> Mapping[str, float]:
     if compute.arrivals is None:
         buckets = 1 + max(plan.buckets.values(), default=0)
         return {path: compute.backward_seconds * ((bucket + 1) / buckets) for path, bucket in plan.buckets.items()}
@@ -309,3 +310,11 @@ def columns(rows: Sequence[Sequence[str]], text: Collection[int] = (0,)) -> str:
     sides = [str.ljust if i in text else str.rjust for i in range(len(widths))]
     lines = [[side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in rows]
     return "\n".join(["  ".join(line).rstrip() for line in lines])
+
+
+def _deprecated(name: str) -> Any:
+    return renamed_name(__name__, name, globals())
+
+
+if not TYPE_CHECKING:  # for a type checker it would make every name a known one
+    __getattr__ = _deprecated

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fnddp.core.deprecations import renamed_name
 from fnddp.wire.kinds import Kind
 
 
@@ -111,7 +112,7 @@ Name: TypeAlias = Grad | Part | Divisor | Held | Sent | Span | Received | Mean |
 
 
 @dataclass(frozen=True)
-class Payload:
+class PayloadSpec:
     """One tensor in the flat buffer of a collective.
 
     Attributes:
@@ -163,7 +164,7 @@ class Collective:
     bucket: int
     slot: int
     width: int
-    payloads: tuple[Payload, ...]
+    payloads: tuple[PayloadSpec, ...]
 
     def __hash__(self) -> int:
         return hash((self.index, self.width, len(self.payloads)))  # not of each payload, at each look-up
@@ -264,3 +265,11 @@ class Segment:
 
 class LoweringError(TypeError):
     """A pipeline has no static schedule: it reads tensor values, or runs untraceable code. It still runs eagerly."""
+
+
+def _deprecated(name: str) -> Any:
+    return renamed_name(__name__, name, globals())
+
+
+if not TYPE_CHECKING:  # for a type checker it would make every name a known one
+    __getattr__ = _deprecated

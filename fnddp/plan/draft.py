@@ -6,11 +6,11 @@ from typing import TypeAlias
 from torch import Tensor, fx
 
 from fnddp.core.sync import State, Sync
-from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Scratch, Segment, Sent
-from fnddp.ir.schedule import Phase
+from fnddp.ir.plan_data import Phase
+from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Scratch, Sent
 from fnddp.wire.groups import World
 
-Memory: TypeAlias = fx.Node | Mean | Scratch
+Storage: TypeAlias = fx.Node | Mean | Scratch
 """The memory of a result: the node that made it, or its name."""
 
 
@@ -44,10 +44,10 @@ class Request:
 
 
 @dataclass
-class Cut:
+class DraftSegment:
     """The nodes of a future `Segment`, in the order in which they are computed; its other fields are a segment's.
 
-    `needs` and `waits` have only what earlier cuts have not needed and waited for, and `launches` is a node.
+    `needs` and `waits` have only what earlier segments have not needed and waited for, and `launches` is a node.
     """
 
     slot: int
@@ -74,15 +74,15 @@ class Placement:
         default_factory=dict[fx.Node, list[tuple[Collective, int]]]
     )
     targets: dict[fx.Node, fx.Node | Name] = field(default_factory=dict[fx.Node, fx.Node | Name])
-    stored_in: dict[fx.Node, Memory] = field(default_factory=dict[fx.Node, Memory])
+    stored_in: dict[fx.Node, Storage] = field(default_factory=dict[fx.Node, Storage])
     overwritten: set[fx.Node] = field(default_factory=set[fx.Node])
     scratch: dict[Scratch, LeafSpec] = field(default_factory=dict[Scratch, LeafSpec])
     results: set[str] = field(default_factory=set[str])
-    memories: dict[str, Memory] = field(default_factory=dict[str, Memory])
+    memories: dict[str, Storage] = field(default_factory=dict[str, Storage])
 
-    def holder(self, node: fx.Node) -> Memory:
+    def holder(self, node: fx.Node) -> Storage:
         """Return the memory of the result of `node`: the node that made it, or a name."""
-        memory: Memory = node
+        memory: Storage = node
         while isinstance(memory, fx.Node) and memory in self.stored_in:
             memory = self.stored_in[memory]
         return memory
@@ -103,7 +103,7 @@ class Draft:
         held: Tensors with values that the graph reads, by the targets of their nodes.
         names: Names of the inputs of the graph, and of the tensors it holds.
         is_by_bucket: True if the graph holds for these buckets and dropped leaves only.
-        cuts: The graph in order, with the `batches` of operations that run as one, by the first of them.
+        segments: The graph in order, with the `batches` of operations that run as one, by the first of them.
     """
 
     request: Request
@@ -112,10 +112,9 @@ class Draft:
     names: dict[fx.Node, Name]
     phase: Phase
     is_by_bucket: bool = False
-    cuts: list[Cut] = field(default_factory=list[Cut])
+    segments: list[DraftSegment] = field(default_factory=list[DraftSegment])
     placement: Placement = field(default_factory=Placement)
     batches: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict[fx.Node, tuple[fx.Node, ...]])
-    segments: list[Segment] = field(default_factory=list[Segment])
 
     @property
     def paths(self) -> list[str]:

@@ -15,8 +15,8 @@ from fnddp.core.expression import Expression
 from fnddp.core.options import checked_int
 from fnddp.core.sync import State, Sync, require_sync
 from fnddp.core.tree import Tree
+from fnddp.ir.plan_data import require_backend
 from fnddp.ir.program import Collective, Divisor, Grad, Held, LeafSpec, Part
-from fnddp.ir.schedule import require_backend
 from fnddp.plan.draft import Donation, Draft, Request, copied
 from fnddp.plan.graph import launch, launch_of, numbers, output_nodes, take, value
 from fnddp.plan.passes.combine import combine
@@ -30,7 +30,7 @@ from fnddp.plan.plan import Plan
 from fnddp.wire.groups import World, WorldSize, within
 
 KEEP = Donation()
-_PASSES = (drop, simplify, fuse, combine, order, place, foreach, emit)
+_PASSES = (drop, simplify, fuse, combine, order, place, foreach)
 
 
 def lower(
@@ -179,6 +179,7 @@ def plan_of(draft: Draft) -> Plan:
     """Run the passes on a trace, which they change, and return the plan."""
     for step in _PASSES:
         draft = step(draft)
+    segments = emit(draft)
     request, placement = draft.request, draft.placement
     outputs = output_nodes(draft.graph)
     results: list[Any] = [name_of(node, draft.names) for node in outputs]
@@ -190,7 +191,7 @@ def plan_of(draft: Draft) -> Plan:
         sync=request.sync,
         leaves=request.leaves,
         buckets=request.buckets,
-        segments=tuple(draft.segments),
+        segments=segments,
         means={path: name for path, name in zip(request.leaves, results, strict=False) if name is not None},
         state=tuple(results[len(request.leaves) :]),
         phase=draft.phase,
@@ -209,7 +210,7 @@ def plan_of(draft: Draft) -> Plan:
 def _peak_bytes(draft: Draft) -> int:
     """Return the most memory that a step takes in addition to gradients and state."""
     placement = draft.placement
-    nodes = [node for cut in draft.cuts for node in (*cut.nodes, cut.launches) if node is not None]
+    nodes = [node for segment in draft.segments for node in (*segment.nodes, segment.launches) if node is not None]
     persistent = sum(_buffer_bytes(launch_of(node)[1]) for node in nodes if node.target is launch)
     persistent += sum(draft.request.leaves[path].nbytes for path in placement.results)
     persistent += sum(spec.nbytes for spec in placement.scratch.values())

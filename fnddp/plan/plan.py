@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-from fnddp.cost.estimate import Compute, Links, Step, estimate, predict
-from fnddp.ir.schedule import Schedule
+from fnddp.cost.estimate import Compute, Links, StepCost, estimate, predict
+from fnddp.ir.plan_data import PlanData
 from fnddp.show.beside import to_trace
 from fnddp.show.drawing import to_html, to_svg
 from fnddp.show.text import show
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Schedule):
+class Plan(PlanData):
     """A pipeline lowered for given leaves, a phase and a world: inert data that prints, draws and costs itself."""
 
     def __repr__(self) -> str:
@@ -67,7 +67,7 @@ class Plan(Schedule):
     def _repr_html_(self) -> str:
         return to_html(self)
 
-    def estimate(self, link: Links, *, backward_seconds: float = 0.0) -> Step:
+    def estimate(self, link: Links, *, backward_seconds: float = 0.0) -> StepCost:
         """Return the cost of a step's collectives, and with `backward_seconds`, what backward does not hide of them.
 
         It is `predict` where nothing else takes time: the gradients of K buckets are ready at 1/K, 2/K, ... of
@@ -89,7 +89,7 @@ class Plan(Schedule):
         """
         return estimate(self.collectives, link, backward_seconds)
 
-    def predict(self, link: Links, compute: Compute) -> Step:
+    def predict(self, link: Links, compute: Compute) -> StepCost:
         """Return a step on a clock: `estimate`, with what is computed before, between and after the collectives.
 
         See `fnddp.cost.estimate.predict` for the model.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives, layout, tree
-from fnddp.core.codec import Carrier, Code, Encoded, Key, added_up, batches_of, encode, exchanged, wide
+from fnddp.core.codec import Carrier, Encoded, Key, Layers, added_up, batches_of, encode, exchanged, wide
 from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import shortened
 from fnddp.core.sync import Local, Remembered, State, registry, require_state, transform
@@ -31,11 +31,11 @@ class all_gather(Carrier):
 
     group: Group = None
 
-    def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
+    def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         group = group_name(self.group)
         rank = collectives.rank(group)
-        batches = batches_of(code, {path: x.unsqueeze(0) for path, x in leaves.items()})
-        encoded = {name: encode(code, each.x, Key(name, rank)) for name, each in batches.items()}
+        batches = batches_of(layers, {path: x.unsqueeze(0) for path, x in leaves.items()})
+        encoded = {name: encode(layers, each.x, Key(name, rank)) for name, each in batches.items()}
         everyone = exchanged(encoded, lambda parts: collectives.all_gather_leaves(parts, group))
         n, ranks = collectives.world_size(group), collectives.ranks(group)
         mean: Leaves = {}
@@ -44,8 +44,8 @@ class all_gather(Carrier):
             each = encoded[name]
             total = added_up(each, everyone[name], n, batch.x[0]) / ranks  # [n] or [pieces, unit]
             mean |= {path: row[0] for path, row in batch.split(total.unsqueeze(0)).items()}
-            sent |= {path: row[0] for path, row in batch.split(each.decode(each.payload)).items()} if code else {}
-        return mean, sent if code else leaves, state
+            sent |= {path: row[0] for path, row in batch.split(each.decode(each.payload)).items()} if layers else {}
+        return mean, sent if layers else leaves, state
 
     def __repr__(self) -> str:
         return "allgather" if self == allgather else super().__repr__()
@@ -115,13 +115,15 @@ class two_shot_mean(Carrier):
                 residual[path] = torch.zeros(_chunk(elements, n), dtype=wide(real), device=leaf.device)
         return TwoShotState(residual)
 
-    def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
+    def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         group = group_name(self.group)
         n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
-        batches = batches_of(code, {path: layout.in_rows(x, n) for path, x in leaves.items()})
+        batches = batches_of(layers, {path: layout.in_rows(x, n) for path, x in leaves.items()})
         # How much of each row is no padding, of a leaf that is encoded alone: [n, 1].
-        lengths = {name: _lengths(leaves[name], n) if code and each.is_one else None for name, each in batches.items()}
-        first = {name: encode(code, each.x, Key(name, rank), lengths[name]) for name, each in batches.items()}
+        lengths = {
+            name: _lengths(leaves[name], n) if layers and each.is_one else None for name, each in batches.items()
+        }
+        first = {name: encode(layers, each.x, Key(name, rank), lengths[name]) for name, each in batches.items()}
         received = exchanged(first, lambda parts: collectives.all_to_all_leaves(parts, group))
         if self.server_memory:
             require_state("two_shot", state, TwoShotState)
@@ -136,11 +138,11 @@ class two_shot_mean(Carrier):
             own = None if length is None else length[rank].unsqueeze(0)
             if own is not None:  # a codec may have decoded padding to any values
                 total = torch.where(torch.arange(decoded.shape[1], device=decoded.device) >= own, 0, total)
-            elif code and not batch.is_one:
+            elif layers and not batch.is_one:
                 total = batch.cleared(total, {path: _own(leaves[path], n, rank) for path in batch.paths})
             if self.server_memory:
                 total = total + batch.join({path: state.residual[path].unsqueeze(0) for path in batch.paths})
-            second[name] = encode(code, total.to(batch.x.dtype), Key(f"{name} again", rank), own)
+            second[name] = encode(layers, total.to(batch.x.dtype), Key(f"{name} again", rank), own)
             lost[name] = second[name].decode(second[name].payload) - total
         everyone = exchanged(second, lambda parts: collectives.all_gather_leaves(parts, group))
 

@@ -83,10 +83,6 @@ class hierarchical(Sync):
                 )
 
     @property
-    def agrees(self) -> bool:
-        return True
-
-    @property
     def ops(self) -> frozenset[str]:
         return frozenset({"mean"})
 

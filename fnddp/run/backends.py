@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Segment
-from fnddp.ir.schedule import Schedule
 from fnddp.wire.groups import rank
 
 Run: TypeAlias = Callable[..., Sequence[Any]]
@@ -27,7 +27,7 @@ def warn(message: str, *arguments: object) -> None:
         _log.warning(message, *arguments)
 
 
-def segments_of(plan: Schedule) -> tuple[Segment, ...]:
+def segments_of(plan: PlanData) -> tuple[Segment, ...]:
     """Return the segments of `plan` as its backend runs them."""
     if plan.backend is None:
         return plan.segments

@@ -22,13 +22,13 @@ from fnddp.core.state import require_like, shared
 from fnddp.core.sync import REMEMBERED, State, Sync, groups_of, require_weighable
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of, one_of, require_carried
+from fnddp.ir.plan_data import require_backend
 from fnddp.ir.program import LeafSpec, LoweringError
-from fnddp.ir.schedule import require_backend
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.plan.plan import Plan
 from fnddp.run.backends import warn
-from fnddp.run.program import Memory, Program, without_schedule
+from fnddp.run.program import PlanMemory, Program, without_schedule
 from fnddp.run.step import Step, Synchronized, in_profile, require_noticed
 from fnddp.run.vote import Vote
 from fnddp.show.trace import Observer, Taken, debug_level
@@ -105,7 +105,7 @@ class Engine:
         self._lower: Any = partial(lower_leaves, sync, self.leaves, world=self._world, **options)
         self._traces = Traces() if traces is None else traces
         self._has_plans, self._needs_plans = True, backend is not None
-        self._memory = Memory()
+        self._memory = PlanMemory()
         self._observer = Observer(debug_level())
         self._memories: list[int] | None = None
         self._measured_from: int | None = None  # number of steps at the first call of `taken`

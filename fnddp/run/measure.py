@@ -16,7 +16,7 @@ from fnddp.core.tree import Tree
 from fnddp.cost.estimate import Compute
 from fnddp.device import device_of
 from fnddp.plan.plan import Plan
-from fnddp.run.program import Memory, Program
+from fnddp.run.program import PlanMemory, Program
 from fnddp.run.step import Step
 from fnddp.show.trace import Observer
 from fnddp.wire.groups import World, within
@@ -101,7 +101,7 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
         raise ValueError(f"measure_segments: leaf {meta[0]!r} is on the meta device; lower the plan for real tensors")
     mirror, observer, generator = _Mirror(plan), Observer(measures=True), torch.Generator().manual_seed(0)
     state = mirror.initial_state() if state is None else state
-    program = Program(plan, mirror, Memory())
+    program = Program(plan, mirror, PlanMemory())
     grads = {
         path: leaf.empty().copy_(torch.randn(leaf.shape, generator=generator)) for path, leaf in plan.leaves.items()
     }

@@ -14,8 +14,8 @@ from fnddp.core import tree
 from fnddp.core.sync import State, Sync, parts_of, require_means
 from fnddp.core.tree import Leaves, is_inexact
 from fnddp.device import Device, Stream, device_of
+from fnddp.ir.plan_data import Phase
 from fnddp.ir.program import Collective, Divisor, Grad, LeafSpec, Mean, Name, Part, Received, Segment, Sent, Span, Temp
-from fnddp.ir.schedule import Phase
 from fnddp.plan.plan import Plan
 from fnddp.run.backends import segments_of
 from fnddp.torch_private import storage_use_count
@@ -91,7 +91,7 @@ class Pool:
         return free
 
 
-class Memory:
+class PlanMemory:
     """Memory that consecutive plans share. A tensor that a caller still holds is not used again."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Memory:
         self._means[path] = [*self._means.get(path, [])[-1:], memory]
 
 
-class Code(NamedTuple):
+class BoundSegment(NamedTuple):
     """A segment, with registers for names: a list is faster than a dict of names."""
 
     segment: Segment
@@ -170,7 +170,7 @@ class Program:
         self,
         plan: Plan,
         wire: Wire,
-        memory: Memory,
+        memory: PlanMemory,
         groups: Sequence[str | None] | None = None,
         *,
         clones_shared: bool = False,
@@ -196,7 +196,7 @@ class Program:
         def at(names: Sequence[Name]) -> tuple[int, ...]:
             return tuple(register[name] for name in names)
 
-        self.codes = [Code(each, at(each.inputs), at(each.outputs), at(each.frees)) for each in segments]
+        self.segments = [BoundSegment(each, at(each.inputs), at(each.outputs), at(each.frees)) for each in segments]
         self._means = {path: register[name] for path, name in plan.means.items()}
         self._state = [(register[part], None) if isinstance(part, Name) else (None, part) for part in plan.state]
         self._memories = {path: register[name] for path, name in plan.memories.items()}

@@ -14,7 +14,7 @@ from torch import Tensor
 from fnddp.core.tree import Leaves, is_inexact
 from fnddp.device import Device, Stream
 from fnddp.ir.program import Collective, Segment
-from fnddp.run.program import Code, Input, Program, UnexpectedGradient
+from fnddp.run.program import BoundSegment, Input, Program, UnexpectedGradient
 from fnddp.run.vote import Vote
 from fnddp.show.trace import Observer, profiled
 from fnddp.torch_private import has_modes, is_held, is_profiling, without_autocast, without_modes
@@ -159,7 +159,7 @@ class Step:
 
     @property
     def has_sent(self) -> bool:
-        return any(code.segment.launches is not None for code in self._program.codes[: self._next])
+        return any(bound.segment.launches is not None for bound in self._program.segments[: self._next])
 
     @property
     def is_held(self) -> bool:
@@ -230,12 +230,12 @@ class Step:
             self._go_on(block)
 
     def _go_on(self, block: bool) -> None:
-        codes = self._program.codes
+        segments = self._program.segments
         # Without autocast, which would compute factors in half precision where backward runs within it.
         with torch.no_grad(), without_autocast(), self._on_side_stream():
             self._ingest()
-            while self._next < len(codes) and self._is_ready(codes[self._next].segment, block):
-                self._run(codes[self._next])
+            while self._next < len(segments) and self._is_ready(segments[self._next].segment, block):
+                self._run(segments[self._next])
                 self._next += 1
 
     def poll(self) -> None:
@@ -279,8 +279,8 @@ class Step:
             if self._watches and self._vote is not None and program.plan is not None:
                 self.found_nonfinite = self._vote.found_nonfinite()
             memory = self._keep_memory()
-            for code in program.codes[self._next :]:
-                self._run(code)
+            for bound in program.segments[self._next :]:
+                self._run(bound)
             means, parts = program.end(self._values)
             self._restore(memory, parts, means)
         if stream is not None:
@@ -415,11 +415,11 @@ class Step:
     def _send_zeros(self) -> None:
         """Send zeros in each collective that this rank has not issued yet, so that no other rank waits for it."""
         with torch.no_grad(), self._on_side_stream():
-            for code in self._program.codes[self._next :]:
-                if code.segment.launches is not None:
-                    self._buffers[code.segment.launches.index].send.zero_()
-                    self._launch(code.segment)
-        self._next = len(self._program.codes)
+            for bound in self._program.segments[self._next :]:
+                if bound.segment.launches is not None:
+                    self._buffers[bound.segment.launches.index].send.zero_()
+                    self._launch(bound.segment)
+        self._next = len(self._program.segments)
 
     def _close(self) -> None:
         self.is_open = False
@@ -528,12 +528,12 @@ class Step:
         self._values[each.register] = grad
 
     def _is_due(self) -> bool:
-        now, codes = perf_counter(), self._program.codes
+        now, segments = perf_counter(), self._program.segments
         if not self._program.is_polled or not self._works or now < self._polled + POLL_SECONDS:
             return False
         self._polled = now
         done = [self._is_completed(index) for index in self._works]
-        return any(done) and self._next < len(codes) and self._is_ready(codes[self._next].segment, False)
+        return any(done) and self._next < len(segments) and self._is_ready(segments[self._next].segment, False)
 
     def _is_ready(self, segment: Segment, block: bool) -> bool:
         if self._remaining[self._next] or segment.commits:
@@ -542,16 +542,16 @@ class Step:
             return True
         return all(self._is_completed(index) for index in segment.waits if index in self._works)
 
-    def _run(self, code: Code) -> None:
-        segment, values, observer = code.segment, self._values, self._observer
+    def _run(self, bound: BoundSegment) -> None:
+        segment, values, observer = bound.segment, self._values, self._observer
         for index in segment.waits:
             if index in self._works:
                 self._wait(index)
         with _NOTHING if observer is None else observer.computes(segment, self._program.device, self._program.stream):
-            made = segment.run(*[values[register] for register in code.inputs])
-        for register, value in zip(code.outputs, made, strict=True):
+            made = segment.run(*[values[register] for register in bound.inputs])
+        for register, value in zip(bound.outputs, made, strict=True):
             values[register] = value
-        for register in code.frees:
+        for register in bound.frees:
             values[register] = None
         if segment.launches is not None:
             self._launch(segment)

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from fnddp.cost.estimate import Span, Step
-from fnddp.ir.schedule import Schedule
+from fnddp.cost.estimate import Span, StepCost
+from fnddp.ir.plan_data import PlanData
 from fnddp.show.text import PREFIX, collective, range_of
 
 STEP = "fnddp step"
@@ -40,7 +40,7 @@ def beside(measured: str, predicted: str) -> str:
     return json.dumps(whole)
 
 
-def to_trace(plan: Schedule, step: Step) -> str:
+def to_trace(plan: PlanData, step: StepCost) -> str:
     """See `Plan.to_trace`."""
     titles = (("process_name", COMPUTE, f"{PROCESS}: {plan.sync!r}"),)
     titles += (("thread_name", COMPUTE, "compute"), ("thread_name", WIRE, "wire"))
@@ -52,7 +52,7 @@ def to_trace(plan: Schedule, step: Step) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n"
 
 
-def _event(plan: Schedule, step: Step, span: Span) -> dict[str, Any]:
+def _event(plan: PlanData, step: StepCost, span: Span) -> dict[str, Any]:
     is_wire = span.does == "wire"
     name, about = _described(plan, step, span)
     return {
@@ -67,7 +67,7 @@ def _event(plan: Schedule, step: Step, span: Span) -> dict[str, Any]:
     }
 
 
-def _described(plan: Schedule, step: Step, span: Span) -> tuple[str, dict[str, Any]]:
+def _described(plan: PlanData, step: StepCost, span: Span) -> tuple[str, dict[str, Any]]:
     if span.does in ("forward", "backward"):
         return span.does, {}
     if span.does == "segment":

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from fnddp.cost.estimate import Links, estimate
 from fnddp.cost.link import duration
+from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Collective
-from fnddp.ir.schedule import Schedule
 from fnddp.show.text import Run, collective, conditions_of, count, dtype, footer, header, runs, show, size, some, text
 
 MARGIN, GUTTER, GAP, SEAM = 20, 84, 10, 1  # a seam separates one bar from the next
@@ -88,7 +88,7 @@ class Timeline:
     right: float
 
 
-def lay_out(plan: Schedule, link: Links | None) -> Timeline:
+def lay_out(plan: PlanData, link: Links | None) -> Timeline:
     """Place each run after the one before it and what it waits for, and each group's bars in a queue; wrap rows."""
     start: float = MARGIN + GUTTER
     lengths = _lengths(plan, link)
@@ -122,7 +122,7 @@ def lay_out(plan: Schedule, link: Links | None) -> Timeline:
     return Timeline(slots, boxes, bars, row + 1, right)
 
 
-def _lengths(plan: Schedule, link: Links | None) -> list[tuple[float, tuple[str, ...]]]:
+def _lengths(plan: PlanData, link: Links | None) -> list[tuple[float, tuple[str, ...]]]:
     """Return the length of each bar, and its label: bytes, with a link also seconds."""
     labels = [(dtype(c), size(c.wire_bytes)) for c in plan.collectives]
     amounts: list[float] = [c.wire_bytes for c in plan.collectives]
@@ -134,7 +134,7 @@ def _lengths(plan: Schedule, link: Links | None) -> list[tuple[float, tuple[str,
     return [(max(4.0, scale * amount), label) for amount, label in zip(amounts, labels, strict=True)]
 
 
-def to_svg(plan: Schedule, link: Links | None = None) -> str:
+def to_svg(plan: PlanData, link: Links | None = None) -> str:
     """See `Plan.to_svg`."""
     layout = lay_out(plan, link)
     title, facts = (_wrapped(lines, layout.right) for lines in (header(plan), footer(plan)))
@@ -160,7 +160,7 @@ def to_svg(plan: Schedule, link: Links | None = None) -> str:
     )
 
 
-def to_html(plan: Schedule) -> str:
+def to_html(plan: PlanData) -> str:
     """Return the picture, with the text folded away."""
     folded = f"<details><summary>as text</summary><pre>{escape(show(plan))}</pre></details>"
     return f'<div style="overflow-x: auto">{to_svg(plan)}</div>{folded}'
@@ -180,7 +180,7 @@ class Lanes:
         return self.top_of(row) + self.wires[group]
 
 
-def _frame(plan: Schedule, layout: Timeline, lanes: Lanes) -> Iterator[str]:
+def _frame(plan: PlanData, layout: Timeline, lanes: Lanes) -> Iterator[str]:
     fits = int((GUTTER - 6) / (12 * CHARACTER))
     arriving = set(plan.buckets.values())
     wires = {y: "wire" if len(lanes.wires) == 1 else f"wire {group or 'default'}" for group, y in lanes.wires.items()}
@@ -195,7 +195,7 @@ def _frame(plan: Schedule, layout: Timeline, lanes: Lanes) -> Iterator[str]:
         yield _text(x + 6, top - 8, f"slot {slot}" if slot in arriving else f"slot {slot}: drain", 12, SOFT)
 
 
-def _boxes(plan: Schedule, layout: Timeline, lanes: Lanes) -> Iterator[str]:
+def _boxes(plan: PlanData, layout: Timeline, lanes: Lanes) -> Iterator[str]:
     for box in layout.boxes:
         run, y = box.run, lanes.top_of(box.row) + INSET
         if run.needs:
@@ -218,7 +218,7 @@ def _box(corner: Point, width: float, colour: str, label: tuple[str, str], hover
     )
 
 
-def _collectives(plan: Schedule, layout: Timeline, lanes: Lanes) -> Iterator[str]:
+def _collectives(plan: PlanData, layout: Timeline, lanes: Lanes) -> Iterator[str]:
     for bar in layout.bars.values():
         c, y = bar.collective, lanes.wire(bar.row, bar.collective.group) + 16
         words = list(enumerate(bar.label))

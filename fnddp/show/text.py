@@ -6,8 +6,8 @@ from itertools import chain, groupby
 from typing import Any
 
 from fnddp.ir import program
+from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Collective, Name, Operation, Segment
-from fnddp.ir.schedule import Schedule
 
 PREFIX = "fnddp "  # of everything on a profiler's clock
 
@@ -89,7 +89,7 @@ class Run:
     launches: Collective | None
 
 
-def runs(plan: Schedule, *, merged: bool = True) -> Iterator[Run]:
+def runs(plan: PlanData, *, merged: bool = True) -> Iterator[Run]:
     """Yield the segments of a plan; `merged`, those of the same slot and kind as one, up to a collective."""
     collectives, alike = plan.collectives, list[Segment]()
     for segment, following in zip(plan.segments, [*plan.segments[1:], None], strict=False):
@@ -107,7 +107,7 @@ def _look(segment: Segment) -> tuple[int, str]:
     return segment.slot, "decode" if segment.commits else "decode, encode" if segment.waits else "encode"
 
 
-def show(plan: Schedule, code: bool = False) -> str:
+def show(plan: PlanData, code: bool = False) -> str:
     """See `Plan.show`."""
     lines = [*header(plan)]
     for slot, of_slot in groupby(runs(plan, merged=not code), key=lambda run: run.slot):
@@ -121,7 +121,7 @@ def show(plan: Schedule, code: bool = False) -> str:
     return "\n".join([*lines, "", *footer(plan)])
 
 
-def header(plan: Schedule) -> list[str]:
+def header(plan: PlanData) -> list[str]:
     """Return the pipeline, and the leaves and ranks that it was lowered for."""
     nbytes = sum(leaf.nbytes for leaf in plan.leaves.values())
     sizes = {c.group: c.world_size for c in plan.collectives}
@@ -134,7 +134,7 @@ def header(plan: Schedule) -> list[str]:
     ]
 
 
-def footer(plan: Schedule) -> list[str]:
+def footer(plan: PlanData) -> list[str]:
     """Return lines on the bytes that a step sends, and on its memory."""
     full = 4 * _parameters(plan)
     against = f"; float32 gradients: {full:,} B, {full / plan.wire_bytes:.1f}x as much" if plan.wire_bytes else ""
@@ -151,7 +151,7 @@ def conditions_of(run: Run) -> list[str]:
     return needs + ([f"wait {', '.join([c.name for c in run.waits])}"] if run.waits else [])
 
 
-def collective(c: Collective, plan: Schedule) -> str:
+def collective(c: Collective, plan: PlanData) -> str:
     """Return a line on what `c` does, with how much, over which ranks, and when."""
     labels, kind = [text(payload.label) for payload in c.payloads], dtype(c)
     does = f"{c.kind.name}{'' if c.op is None else f' {c.op}'} {kind}"
@@ -165,7 +165,7 @@ def _ranks(n: int, group: str | None) -> str:
     return f"{count(n, 'rank')}{'' if group is None else f' in group {group}'}"
 
 
-def _parameters(plan: Schedule) -> int:
+def _parameters(plan: PlanData) -> int:
     return sum(leaf.shape.numel() for leaf in plan.leaves.values())
 
 

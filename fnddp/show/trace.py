@@ -13,8 +13,8 @@ from torch.profiler import record_function
 
 from fnddp.cost.estimate import columns
 from fnddp.device import Device, Mark, Stream
+from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Collective, Segment
-from fnddp.ir.schedule import Schedule
 from fnddp.show import text
 from fnddp.show.text import PREFIX, range_of, size
 from fnddp.torch_private import is_profiling
@@ -90,7 +90,7 @@ class Observer:
         self._steps: dict[int, int] = {}  # of each plan, by its id
         self._pieces: list[tuple[Piece, int, Mark, Mark]] = []  # of the last step
 
-    def show(self, plan: Schedule) -> None:
+    def show(self, plan: PlanData) -> None:
         """Note that steps of `plan` follow, a new one."""
         self._steps[id(plan)] = 0
         if self._debug and groups.rank(None) == 0:
@@ -123,7 +123,7 @@ class Observer:
             self._pieces.append((piece, index, begun, device.mark(stream)))
         self._device = device
 
-    def ends(self, plan: Schedule) -> None:
+    def ends(self, plan: PlanData) -> None:
         """Note that a step of `plan` has ended. To print it, wait for the device."""
         if self._debug != 2 or groups.rank(None) != 0:
             return
@@ -147,7 +147,7 @@ class Observer:
         return Taken(segments, wire, exposed)
 
 
-def _table(plan: Schedule, taken: Taken) -> str:
+def _table(plan: PlanData, taken: Taken) -> str:
     """Return a row for each collective, and the sums below."""
     rows: list[tuple[str, ...]] = [("", "slot", "payload", "compute before", "wire", "exposed")]
     for c in plan.collectives:

@@ -18,7 +18,7 @@ from fnddp.core.options import checked_int
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves
-from fnddp.cost.estimate import Compute, Links, MeanStep
+from fnddp.cost.estimate import Compute, Links, MeanStepCost
 from fnddp.plan.period import period
 from fnddp.run.choose import choose
 from fnddp.run.measure import measure_backward, measure_segments
@@ -164,7 +164,7 @@ class Outcome:
     pipeline: str
     wire_bytes: int
     link_bytes: int
-    step: MeanStep
+    step: MeanStepCost
     losses: tuple[float, ...]
 
     @property
@@ -361,7 +361,7 @@ def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, buck
     repeated = period(sync, leaves, world_size=n, arrival=compute.order, bucket_cap_mb=bucket_cap_mb)
     timed = [(each, measure_segments(each.plan, each.state)) for each in repeated]
     predicted = [(each.plan.predict(link, replace(compute, segments=own)), each.steps) for each, own in timed]
-    step = MeanStep(tuple(predicted))
+    step = MeanStepCost(tuple(predicted))
     return Outcome(repr(sync), round(step.wire_bytes), round(step.link_bytes), step, ())
 
 

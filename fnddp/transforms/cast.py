@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives, tree
-from fnddp.core.codec import Code, CodecState, Key, Payload, carried
+from fnddp.core.codec import CodecState, Key, Layers, Payload, carried
 from fnddp.core.opaque import rounded
 from fnddp.core.options import one_of
 from fnddp.core.sync import (
@@ -113,13 +113,13 @@ class cast(Sync):
         return done
 
     @property
-    def carries(self) -> bool:
-        return self.inner.carries and not self.check
+    def nests(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return frozenset({"around", "inside"} if self.inner.carries and not self.check else ())
 
-    def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
+    def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         if not self.carries:
-            return super().carry(code, leaves, state)
-        return carried(self, code, leaves, state)
+            return super().carry(layers, leaves, state)
+        return carried(self, layers, leaves, state)
 
     # Called by a codec around this cast, to send floating-point parts of its payload in the dtype of the wire.
     averages: ClassVar[bool] = False

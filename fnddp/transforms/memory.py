@@ -8,7 +8,18 @@ import torch
 from fnddp.core import tree
 from fnddp.core.codec import wide_zeros
 from fnddp.core.options import Limit
-from fnddp.core.sync import Exchange, Local, Remembered, Replicated, State, Sync, all_in, require_agreement, transform
+from fnddp.core.sync import (
+    Exchange,
+    Local,
+    Remembered,
+    Replicated,
+    State,
+    Sync,
+    all_in,
+    require_agreement,
+    require_sums,
+    transform,
+)
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
 
 
@@ -21,10 +32,10 @@ class Memory(Sync):
     inner: Sync
 
     remembers: ClassVar[bool] = True
-    needs_sums: ClassVar[str] = "whose losses do not add up"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_sums(self, "whose losses do not add up")
         name = type(self).__name__
         for inner in all_in(self.inner):
             other = type(inner).__name__
@@ -211,7 +222,6 @@ class ef21(Memory):
     inner: Sync
     eta: float = 1.0
 
-    needs_sums: ClassVar[str] = "whose estimates do not add up"
     limits: ClassVar = {"eta": Limit(lambda eta: 0 < eta <= 1, "in (0, 1]")}
 
     def init(self, grads: Tree) -> State:

@@ -11,7 +11,7 @@ from fnddp.core.buckets import BUCKET_CAPS, assign_buckets
 from fnddp.core.layout import in_format_of
 from fnddp.core.opaque import rounded
 from fnddp.core.options import Limit, at_least, one_of
-from fnddp.core.sync import Exchange, Remembered, Replicated, State, Sync, transform
+from fnddp.core.sync import Exchange, Remembered, Replicated, State, Sync, require_sums, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
 from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
 
@@ -95,7 +95,6 @@ class powersgd(Sync):
     alternate: bool = False
     refresh: int = 0
 
-    needs_sums: ClassVar[str] = "but the factors P and Q must add across ranks"
     limits: ClassVar = {
         "rank": at_least(1),
         "min_compression_rate": at_least(0),
@@ -106,6 +105,7 @@ class powersgd(Sync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_sums(self, "but the factors P and Q must add across ranks")
         if (self.alternate or self.refresh) and not self.warm_start:
             raise ValueError("powersgd: alternate and refresh go on from the last factors; leave warm_start=True")
 

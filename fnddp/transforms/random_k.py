@@ -10,7 +10,7 @@ from fnddp.core import random, tree
 from fnddp.core.codec import CodecState
 from fnddp.core.layout import in_format_of
 from fnddp.core.options import Share, require_share
-from fnddp.core.sync import Exchange, State, Sync, transform
+from fnddp.core.sync import Exchange, State, Sync, require_sums, transform
 from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 
 
@@ -25,10 +25,10 @@ class Drawn(Sync):
     counted: ClassVar[str]
     """Name of the field for a number of elements, instead of `ratio`."""
     hides_nonfinite: ClassVar[Any] = True  # where it is not drawn
-    needs_sums: ClassVar[str] = "and what is not drawn comes back as zeros"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_sums(self, "and what is not drawn comes back as zeros")
         require_share(type(self).__name__, self.ratio, self.counted, getattr(self, self.counted))
 
     @abc.abstractmethod

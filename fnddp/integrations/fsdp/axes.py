@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.core.agreement import agree_over
+from fnddp.core.deprecations import renamed, warn_deprecated
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import State, Sync
@@ -169,11 +170,12 @@ class Compressed:
 def plan_axes(
     groups: Mapping[str, Mapping[str, Tensor]],
     *,
-    shards: int = 1,
-    replicas: int = 1,
+    world_size: Mapping[str, int] | None = None,
     gradients: str | Sync | None = None,
     weights: str | Sync | None = None,
-    sync: str | Sync = allreduce,
+    replicas: str | Sync | int | None = None,
+    shards: int | None = None,
+    sync: str | Sync | None = None,
 ) -> AxesPlan:
     """Return what `compress` would send on a cluster that need not exist: nothing is run, and no rank is needed.
 
@@ -183,38 +185,50 @@ def plan_axes(
     Args:
         groups: The parameters of each `fully_shard` by name, of which shapes and dtypes count; `""` is the model
             itself, whose weights stay whole between forward and backward.
-        shards: The number of ranks over which parameters are sharded, along their first dimension.
-        replicas: The number of replicas of those.
+        world_size: The number of `"shards"`, over which parameters are sharded along their first dimension, and of
+            `"replicas"` of those; 1 where it is left out.
         gradients: The pipeline of gradients between shards: see `compress_shards`; None for FSDP's own reduce-scatter.
         weights: That of weights; None for FSDP's own all-gather.
-        sync: The pipeline between replicas, whose largest step after all warm-ups is planned.
+        replicas: That between replicas, whose largest step after all warm-ups is planned; None for `allreduce`.
+        shards, sync: Deprecated, as `replicas` is for a number: see `world_size` and `replicas`.
 
     Raises:
         TypeError: A pipeline has no place there: see `compress_shards`.
+        ValueError: `world_size` has other keys, or a number below 1.
 
     >>> import torch
     >>> model = {"": {"weight": torch.empty(512, 512, device="meta"), "bias": torch.empty(512, device="meta")}}
-    >>> print(plan_axes(model, shards=8, replicas=4, gradients="quantize(two_shot, bits=4)").show(Link.parse("1gbit")))
+    >>> print(plan_axes(
+    ...     model, world_size={"shards": 8, "replicas": 4}, gradients="quantize(two_shot, bits=4)"
+    ... ).show(Link.parse("1gbit")))
     axis       pipeline                    ranks  messages   payload      time
     gradients  quantize(two_shot, bits=4)      8         2  139.8 kB  978.7 us
     weights    FSDP's own                      8         1  131.3 kB  7.354 ms
     replicas   allreduce                       4         1  131.3 kB  1.576 ms
     """
+    if shards is not None or isinstance(replicas, int):
+        warn_deprecated("plan_axes(shards=8, replicas=4)", 2)
+        world_size = {"shards": shards or 1, "replicas": replicas if isinstance(replicas, int) else 1}
+        replicas = None if isinstance(replicas, int) else replicas
+    pipeline = pipeline_of("plan_axes: replicas", renamed("plan_axes(sync=...)", sync, replicas) or allreduce)
+    sizes = {"shards": 1, "replicas": 1, **(world_size or {})}
+    if len(sizes) > 2 or min(sizes.values()) < 1:
+        raise ValueError(f'plan_axes: world_size must be {{"shards": N, "replicas": N}}, got {world_size}')
+    n = sizes["shards"]
     of_gradients, of_weights = fitting("gradients", gradients), fitting("weights", weights)
     traffic: list[Traffic] = []
     local: dict[str, Tensor] = {}
     for name, parameters in groups.items():
         like = next(iter(parameters.values()))
-        rows = Rows({path: p.shape for path, p in parameters.items()}, dict.fromkeys(parameters, 0), shards)
-        again = shards if name else None
+        rows = Rows({path: p.shape for path, p in parameters.items()}, dict.fromkeys(parameters, 0), n)
+        again = n if name else None
         traffic.append(traffic_of(rows, rows, of_gradients, of_weights, (like.dtype, like.dtype), again))
         # Of the first rank, which has most.
-        local |= {path: p.new_empty(-(-p.shape[0] // shards), *p.shape[1:]) for path, p in parameters.items()}
-    axes = [*_of_shards(traffic, of_gradients, of_weights, shards)]
-    if replicas > 1:
-        pipeline = pipeline_of("plan_axes: sync", sync)
-        plans = [each.plan for each in period(pipeline, local, world_size=replicas)]
-        axes.append(_of_replicas(pipeline, max(plans, key=lambda plan: plan.wire_bytes), replicas))
+        local |= {path: p.new_empty(-(-p.shape[0] // n), *p.shape[1:]) for path, p in parameters.items()}
+    axes = [*_of_shards(traffic, of_gradients, of_weights, n)]
+    if sizes["replicas"] > 1:
+        plans = [each.plan for each in period(pipeline, local, world_size=sizes["replicas"])]
+        axes.append(_of_replicas(pipeline, max(plans, key=lambda plan: plan.wire_bytes), sizes["replicas"]))
     return AxesPlan(tuple(axes))
 
 
@@ -234,9 +248,10 @@ def compress(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
-    shards: str | Sync | None = None,
+    gradients: str | Sync | None = None,
     weights: str | Sync | None = None,
     replicas: str | Sync | None = None,
+    shards: str | Sync | None = None,
 ) -> Compressed:
     """Send what a sharded model sends along all axes of a mesh through pipelines. All of its ranks must call this.
 
@@ -246,10 +261,11 @@ def compress(
     Args:
         model: After `fully_shard` over the last dimension of `mesh`, of the model as a whole too.
         mesh: Its shards; or its replicas and shards, in two dimensions with names, as for HSDP.
-        shards: The pipeline of gradients between shards: see `compress_shards`. `"two_shot"` sends them as they are,
+        gradients: The pipeline of gradients between shards: see `compress_shards`. `"two_shot"` sends them as they are,
             and is needed for means weighted by tokens.
         weights: That of weights between shards: see there.
         replicas: That of gradients between replicas: see `compress_replicas`.
+        shards: Deprecated: `gradients`.
 
     Raises:
         TypeError: No pipeline is given; the mesh has no dimension for one, or not the ranks of the model's shards.
@@ -260,7 +276,7 @@ def compress(
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     >>> model = fully_shard(nn.Linear(8, 8), mesh=mesh["shard"])
-    >>> handle = compress(model, mesh, shards="quantize(two_shot)", replicas="bf16(allreduce)")
+    >>> handle = compress(model, mesh, gradients="quantize(two_shot)", replicas="bf16(allreduce)")
     >>> print(handle.plan)
     axis       pipeline            ranks  messages  payload
     gradients  quantize(two_shot)      1         0      0 B
@@ -268,14 +284,15 @@ def compress(
     replicas   bf16(allreduce)         1         1    144 B
     >>> dist.destroy_process_group()
     """
+    gradients = renamed("compress(shards=...)", shards, gradients)
     names = mesh.mesh_dim_names
     across = [group_name(mesh.get_group(0))] if mesh.ndim == 2 else []  # who may differ about having a pipeline at all
     modules = fsdp_groups(model)
     of_model = [group.shards for _, groups in modules.values() for group in groups if group.shards is not None]
 
     def check() -> dict[str, str]:
-        if shards is None and weights is None and replicas is None:
-            raise TypeError("compress: give a pipeline of shards, of weights, or of replicas")
+        if gradients is None and weights is None and replicas is None:
+            raise TypeError("compress: give a pipeline of gradients, of weights, or of replicas")
         if replicas is not None and (mesh.ndim != 2 or names is None):
             raise TypeError(
                 f"compress: replicas={replicas!r} wants a mesh of two dimensions, replicas and shards, with names, and "
@@ -291,14 +308,14 @@ def compress(
                         f"last dimension of the mesh has {last}; give the mesh that fully_shard has got, with the "
                         "replicas in front of it"
                     )
-        given = {"shards": shards, "weights": weights, "replicas": replicas}
+        given = {"gradients": gradients, "weights": weights, "replicas": replicas}
         axes = [axis for axis, pipeline in given.items() if pipeline is not None]
         return {"the axes with a pipeline": ", ".join(axes)}  # the functions below compare those
 
     agree_over(check, [*dict.fromkeys(map(group_name, of_model)), *across])
     of_shards = of_replicas = None
-    if not (shards is None and weights is None):
-        of_shards = set_up_shards(model, shards, weights, across)
+    if not (gradients is None and weights is None):
+        of_shards = set_up_shards(model, gradients, weights, across)
     if replicas is not None:
         assert names is not None
         of_replicas = compress_replicas(model, replicas, mesh[names[0]])

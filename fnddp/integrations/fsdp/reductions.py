@@ -45,7 +45,7 @@ class Ends:
             callback()
 
 
-class Weights:
+class RankWeight:
     """The weight of this rank in the backwards that begin in a block."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Reductions:
     """
 
     def __init__(self, units: Sequence[Unit], states: dict[str, State], ends: Ends) -> None:
-        self.units, self.states, self.weights, self._ends = units, states, Weights(), ends
+        self.units, self.states, self.weight, self._ends = units, states, RankWeight(), ends
         self.steps = self.failed_steps = 0  # on all ranks
         groups = list(dict.fromkeys(group for unit in units for group in unit.groups))
         self.device = device_of(units[0].fsdp.device)
@@ -89,7 +89,7 @@ class Reductions:
         self.begin_around: Callable[[], object] | None = None
         self.notice: Callable[[], bool] | None = None  # `Vote.notice` of the last step, on an accelerator
         self.broken: Exception | None = None  # this rank's error there, of which the others learn in the next step
-        self._step: weakref.ref[Step] | None = None
+        self._step: weakref.ref[Reduction] | None = None
 
     def reduce(self, unit: Unit, mine: Tensor, buffer: Tensor) -> None:
         """Write to `mine`, `[width]`, the mean of this rank's row of `buffer`, `[ranks, width]`."""
@@ -111,11 +111,11 @@ class Reductions:
             finally:
                 del step  # which the error's frames would keep alive, if this backward breaks off
 
-    def begin(self, *, is_part: bool = False) -> "Step":
+    def begin(self, *, is_part: bool = False) -> "Reduction":
         """Begin a step, in a backward. One that `is_part` of another step is kept and ended by that."""
         self.require_whole()
-        self.weights.begun += 1
-        step = Step(self)
+        self.weight.begun += 1
+        step = Reduction(self)
         self._step = weakref.ref(step)
         if not is_part:
             self._ends.add(step.end)
@@ -134,11 +134,11 @@ class Reductions:
         """Forget the open step, which an error that is raised at its end would keep alive."""
         self._step = None
 
-    def _open(self) -> "Step | None":
+    def _open(self) -> "Reduction | None":
         return None if self._step is None else self._step()
 
 
-class Step:
+class Reduction:
     """A backward that reduces gradients. The callback at its end keeps it alive; if it raises, it is gone."""
 
     def __init__(self, course: Reductions) -> None:
@@ -152,14 +152,14 @@ class Step:
         for group in self.scales:
             try:
                 exchange = Vote((), C10D, [group], course.device)
-                exchange.weigh(course.weights.given)
+                exchange.weigh(course.weight.given)
                 # Where the host would wait for them, ranks without a weight do not look at those of others, which fail.
-                is_blind = course.device.is_asynchronous and course.weights.given == NO_WEIGHT
+                is_blind = course.device.is_asynchronous and course.weight.given == NO_WEIGHT
                 numbers = exchange.skip_numbers() if is_blind else exchange.numbers()
                 if numbers is not None:
                     self.total = math.fsum(numbers)
                     is_nothing = course.begin_around is not None and self.total == 0  # of this replica
-                    self.scales[group] = 0.0 if is_nothing else scale_of(course.weights.given.number, numbers)
+                    self.scales[group] = 0.0 if is_nothing else scale_of(course.weight.given.number, numbers)
             except ValueError as error:  # on all ranks
                 self.failure = error.with_traceback(None)  # whose frame would keep this step alive
         parameters = [p for unit in course.units for p in unit.fsdp.parameters]

@@ -20,7 +20,7 @@ from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
-from fnddp.integrations.fsdp.reductions import Ends, Reductions, Step, Weights, reductions_of
+from fnddp.integrations.fsdp.reductions import Ends, RankWeight, Reduction, Reductions, reductions_of
 from fnddp.plan.plan import Plan
 from fnddp.run.choose import AUTO, automatic
 from fnddp.wire import control
@@ -47,7 +47,7 @@ class Replicas(PipelineHandle):
         self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # synchronized gradients
         self._before: dict[str, DTensor] = {}  # those that `.grad` held before this backward
         self._failure: Exception | None = None
-        self._reductions, self._weights = reductions, Weights() if reductions is None else reductions.weights
+        self._reductions, self._weight = reductions, RankWeight() if reductions is None else reductions.weight
         self._fsdp = [group for _, groups in torch_private.fsdp_groups(model).values() for group in groups]
         self._ends = Ends(model)
         if reductions is not None:
@@ -96,7 +96,7 @@ class Replicas(PipelineHandle):
                 "weight: FSDP itself averages gradients over the shards, and knows no weights; call "
                 "compress_shards(model, gradients='two_shot') before compress_replicas"
             )
-        with self._weights.block(count):
+        with self._weight.block(count):
             yield
 
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
@@ -147,8 +147,8 @@ class Replicas(PipelineHandle):
         if self._is_armed:
             self._failure = None
             if self._reductions is None:
-                self._weights.begun += 1
-                part, weight = None, None if self._weights.given == NO_WEIGHT else self._weights.given
+                self._weight.begun += 1
+                part, weight = None, None if self._weight.given == NO_WEIGHT else self._weight.given
             else:
                 part = self._reductions.begin(is_part=True)
                 weight = part.total
@@ -157,7 +157,7 @@ class Replicas(PipelineHandle):
 
     def _require_weighted_alike(self) -> None:
         """Raise a RuntimeError if this step has a weight, and shards have added up gradients without it."""
-        if self._reductions is None or self._weights.given == NO_WEIGHT:
+        if self._reductions is None or self._weight.given == NO_WEIGHT:
             return
         added_up = [name for name, grad in self._gradients().items() if grad is not self._means.get(name)]
         if added_up or not self._is_armed:
@@ -167,7 +167,7 @@ class Replicas(PipelineHandle):
                 "gradients for the backward with the weight"
             )
 
-    def _end(self, part: Step | None) -> None:
+    def _end(self, part: Reduction | None) -> None:
         if torch_private.is_within_backward():  # queued again, behind FSDP's own callbacks
             end_with_backward(self._engine, lambda: self._finish(part))
         else:
@@ -191,7 +191,7 @@ class Replicas(PipelineHandle):
         except Exception as error:  # FSDP's other collectives must still run on all ranks
             self._failure = self._failure or error
 
-    def _finish(self, part: Step | None) -> None:
+    def _finish(self, part: Reduction | None) -> None:
         try:
             failure = self._failure or (None if part is None else part.failure)
             if failure is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives, layout
-from fnddp.core.codec import Carrier, Code, Encoded, Key, added_up, encode, exchanged
+from fnddp.core.codec import Carrier, Encoded, Key, Layers, added_up, encode, exchanged
 from fnddp.core.group import Group, group_name
 from fnddp.core.sync import Exchange, State
 from fnddp.core.tree import Leaves
@@ -68,18 +68,18 @@ class Rows:
             lengths.append([min(max(whole - row * width, 0), width) for row in range(self.n)])
         return lengths
 
-    def encode(self, code: Code, buffer: Tensor, key: Key, row: int | None = None) -> dict[str, Encoded]:
+    def encode(self, layers: Layers, buffer: Tensor, key: Key, row: int | None = None) -> dict[str, Encoded]:
         """Return whole rows encoded, or their parts, by parameter, if `apart` or if a codec would average padding.
 
         `buffer` has all rows, or only that of number `row`.
         """
         is_padded = any(min(lengths) < width for lengths, width in zip(self._lengths, self._widths, strict=True))
-        if not (self.apart or (is_padded and any(layer.codec.averages for layer in code))):
-            return {"": encode(code, buffer, key)}
+        if not (self.apart or (is_padded and any(layer.codec.averages for layer in layers))):
+            return {"": encode(layers, buffer, key)}
         encoded: dict[str, Encoded] = {}
         for part, name, lengths in zip(buffer.split(self._widths, 1), self.shapes, self._lengths, strict=True):
             length = torch.tensor(lengths if row is None else [lengths[row]], device=buffer.device).unsqueeze(1)
-            encoded[name] = encode(code, part, Key(f"{key.name}/{name}", key.rank), length)
+            encoded[name] = encode(layers, part, Key(f"{key.name}/{name}", key.rank), length)
         return encoded
 
 
@@ -95,25 +95,25 @@ class to_owners(Carrier):
     name: str = ""
     rows: Any = None
 
-    def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
+    def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         rows, group = self.rows, group_name(self.group)
         assert isinstance(rows, Rows)
         buffer = leaves[""] if "" in leaves else rows.pack(leaves)
-        encoded = rows.encode(code, buffer, Key(self.name, collectives.rank(group)))
+        encoded = rows.encode(layers, buffer, Key(self.name, collectives.rank(group)))
         with _after_encoding(self.name):
             received = exchanged(encoded, lambda parts: collectives.all_to_all_leaves(parts, group))
             own = [added_up(each, received[part], rows.n, buffer[0]) for part, each in encoded.items()]
             sent = {} if "" in leaves else rows.unpack(_decoded(encoded))
         return Exchange({"": torch.cat(own)}, sent, state)
 
-    def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
-        return self.carry(code, leaves, state)
+    def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
+        return self.carry(layers, leaves, state)
 
 
-def to_all(code: Code, row: Tensor, rows: Rows, name: str, group: str | None) -> Tensor:
+def to_all(layers: Layers, row: Tensor, rows: Rows, name: str, group: str | None) -> Tensor:
     """Gather this rank's `row: [width]` as `allgather` does; return all rows as all ranks decode them: `[n, width]`."""
     rank = collectives.rank(group)
-    encoded = rows.encode(code, row.unsqueeze(0), Key(name, rank), rank)
+    encoded = rows.encode(layers, row.unsqueeze(0), Key(name, rank), rank)
     everyone = exchanged(encoded, lambda parts: collectives.all_gather_leaves(parts, group))
     return torch.cat([each.decode(everyone[part]) for part, each in encoded.items()], 1)
 

@@ -126,7 +126,7 @@ class Shards:
                 "the tokens of all ranks instead, and call set_gradient_divide_factor(1.0) on all parts"
             )
         is_alone = all(unit.n == 1 for unit in self._reductions.units)  # then FSDP reduces nothing
-        with nullcontext() if is_alone else self._reductions.weights.block(count):
+        with nullcontext() if is_alone else self._reductions.weight.block(count):
             yield
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fnddp.core import collectives
-from fnddp.core.codec import Carrier, Code, Key, Layer, wide_zeros
+from fnddp.core.codec import Carrier, Key, Layer, Layers, wide_zeros
 from fnddp.core.group import group_name
 from fnddp.core.state import describe
 from fnddp.core.sync import State, Sync
@@ -50,7 +50,7 @@ class Seen:
     """
 
     def __init__(self, device: torch.device, group: str | None) -> None:
-        self.weights: Tensor | None = None  # [ranks, width]
+        self.known: Tensor | None = None  # [ranks, width]
         self._device, self._group = device_of(device), group
         self._row = torch.empty(0)  # this rank's, when it was sent
         self._largest = torch.tensor(math.nan, device=device)  # change of it that is taken for a step
@@ -58,27 +58,27 @@ class Seen:
     def follow(self, row: Tensor, gathered: Callable[[Tensor, bool], Tensor]) -> None:
         """Let all ranks have `row: [width]`, by `gathered` of it, whole or as a difference. All ranks call it."""
         with torch.inference_mode(False), torch.no_grad():  # for tensors that a later training step may write to
-            change = (row - self._row).norm(dtype=torch.float32) if self.weights is not None else None
+            change = (row - self._row).norm(dtype=torch.float32) if self.known is not None else None
             said = self._said(row, change)
             if said == _UNCHANGED:
                 return
-            if said == _REPLACED or self.weights is None:
-                self.weights = gathered(row, True).clone()
+            if said == _REPLACED or self.known is None:
+                self.known = gathered(row, True).clone()
                 at_first = _LARGE * row.norm(dtype=torch.float32)
                 has_seen_steps = self._largest.isfinite() & (self._largest > 0)
                 self._largest = torch.where(has_seen_steps, 2 * self._largest, at_first)  # if steps have become larger
             else:
                 assert change is not None
-                self.weights += gathered(row - self.weights[collectives.rank(self._group)], False)
+                self.known += gathered(row - self.known[collectives.rank(self._group)], False)
                 self._largest = torch.where(change > 0, _SEVERAL * change, self._largest)
             self._row = row.clone()
 
     def _said(self, row: Tensor, change: Tensor | None) -> int:
         """Return what is to be done on all ranks."""
-        if self.weights is None or change is None:
+        if self.known is None or change is None:
             mine = self._device.of_host([_REPLACED], torch.uint8)
         else:
-            difference = row - self.weights[collectives.rank(self._group)]
+            difference = row - self.known[collectives.rank(self._group)]
             is_step = difference.isfinite().all() & (change <= self._largest)
             mine = torch.where(is_step, torch.where(change == 0, _UNCHANGED, _CHANGED), _REPLACED).to(torch.uint8)
         flags, work = C10D.vote(mine.view(1), self._group)
@@ -108,7 +108,7 @@ class Unit:
         self._encodes_apart = len(layouts) > 1
         self._gradients, self._rows = gradients, self._rows_of(self._present)
         self._pipelines: dict[tuple[str, ...], tuple[Sync, Rows]] = {}
-        self._weights, self._code = weights, code_of(weights)
+        self._weights, self._layers = weights, layers_of(weights)
         self._seen = Seen(fsdp.device, self.group)  # for `ef21`
 
     @property
@@ -163,18 +163,18 @@ class Unit:
     def gather(self, row: Tensor) -> Tensor:
         """Send this rank's `row: [width]`, and return those of all owners as all ranks decode them: `[n, width]`."""
         if not isinstance(self._weights, ef21):
-            return self._gathered(row, self._code)
-        if self._seen.weights is None or not is_within_backward():  # which uses the weights of the forward
-            self._seen.follow(row, lambda row, is_whole: self._gathered(row, () if is_whole else self._code))
-        assert self._seen.weights is not None
-        return self._seen.weights
+            return self._gathered(row, self._layers)
+        if self._seen.known is None or not is_within_backward():  # which uses the weights of the forward
+            self._seen.follow(row, lambda row, is_whole: self._gathered(row, () if is_whole else self._layers))
+        assert self._seen.known is not None
+        return self._seen.known
 
     def forget(self, *_: Any) -> None:
         """Send whole weights in the next gather, not differences to those sent before."""
-        self._seen.weights = None
+        self._seen.known = None
 
-    def _gathered(self, row: Tensor, code: Code) -> Tensor:
-        return to_all(code, row, self._rows, self.name, self.group)
+    def _gathered(self, row: Tensor, layers: Layers) -> Tensor:
+        return to_all(layers, row, self._rows, self.name, self.group)
 
     def _divided(self, total: Tensor) -> Tensor:
         # If the user has set a factor since, FSDP divides by it.
@@ -234,16 +234,16 @@ def traffic_of(
     gathers; `again` is the number of ranks over which backward gathers weights again, None if they stay whole.
     """
 
-    def sent(kind: str, code: Code, rows: Rows, dtype: torch.dtype, row: int | None = None) -> Messages:
+    def sent(kind: str, layers: Layers, rows: Rows, dtype: torch.dtype, row: int | None = None) -> Messages:
         if not (rows.n > 1 and rows.width):
             return ()
         like = torch.empty(rows.n if row is None else 1, rows.width, dtype=dtype, device="meta")
-        encoded = rows.encode(code, like, Key("", 0), row)
+        encoded = rows.encode(layers, like, Key("", 0), row)
         return tuple((kind, part.nbytes, rows.n) for each in encoded.values() for part in each.payload.values())
 
     reduce = "reduce_scatter" if gradients is None else "all_to_all"
-    reduced = sent(reduce, code_of(gradients), trained, dtypes[0])
-    gathered = sent("all_gather", code_of(weights), rows, dtypes[1], 0)
+    reduced = sent(reduce, layers_of(gradients), trained, dtypes[0])
+    gathered = sent("all_gather", layers_of(weights), rows, dtypes[1], 0)
     regathered: Messages = ()
     if again == rows.n and not isinstance(weights, ef21):
         regathered = gathered
@@ -252,16 +252,16 @@ def traffic_of(
     return Traffic(reduced, gathered, regathered)
 
 
-def code_of(sync: Sync | None) -> Code:
+def layers_of(sync: Sync | None) -> Layers:
     """Return the codecs of a pipeline, as in its first exchange."""
     if sync is None:
         return ()
     inner: Any = sync.inner if isinstance(sync, ef21 | error_feedback) else sync
-    code: list[Layer] = []
+    layers: list[Layer] = []
     while not isinstance(inner, Carrier):
-        code.append(Layer(inner, getattr(inner, "seed", 0)))
+        layers.append(Layer(inner, getattr(inner, "seed", 0)))
         inner = inner.inner
-    return tuple(code)
+    return tuple(layers)
 
 
 def _with_carrier(sync: Any, carrier: Sync) -> Sync:

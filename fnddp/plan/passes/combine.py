@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fnddp.ir.program import Collective, LoweringError, Payload
+from fnddp.ir.program import Collective, LoweringError, PayloadSpec
 from fnddp.plan.draft import Draft
 from fnddp.plan.graph import is_light, launch, sorted_topologically, take, tensor_nodes, value
 from fnddp.torch_private import functional_collectives
@@ -112,7 +112,7 @@ def _traced(draft: Draft) -> list[Traced]:
         if not kind or not read or len(users) != 1 or users[0].target is not _wait:
             raise LoweringError(
                 f"{draft.request.sync!r} cannot be lowered: it calls {node.target} in a way that has no place in a "
-                "schedule; use the collectives of fnddp.core.collectives"
+                "schedule; use the collectives of fnddp.collectives"
             )
         payload, op, group = read
         found.append(Traced(node, users[0], payload, kind, op, None if group == DEFAULT_GROUP else group))
@@ -128,14 +128,14 @@ def _alignment(traced: Traced) -> tuple[int, bool, int]:
 
 def _laid_out(index: int, key: Key, members: Sequence[Traced], labels: Sequence[str], n: int) -> Collective:
     kind, like = members[0].kind, value(members[0].payload)
-    payloads: list[Payload] = []
+    payloads: list[PayloadSpec] = []
     end = 0
     for traced, label in zip(members, labels, strict=True):
         sent = value(traced.payload)
         rows = n if kind.sends_rows else 1
         width = sent.numel() // rows * (1 if kind.computes else sent.dtype.itemsize)
         shapes = tuple(sent.shape), tuple(value(traced.waited).shape)
-        payloads.append(Payload(label, *shapes, sent.dtype, offset=end, width=width))
+        payloads.append(PayloadSpec(label, *shapes, sent.dtype, offset=end, width=width))
         end += width
     if not kind.computes:  # rows that begin where each dtype may begin
         end += -end % max(payload.dtype.itemsize for payload in payloads)

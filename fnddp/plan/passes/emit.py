@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Operation, Received, Scratch, Segment, Sent, Span, Temp
-from fnddp.plan.draft import Cut, Draft
+from fnddp.plan.draft import Draft, DraftSegment
 from fnddp.plan.graph import is_light, is_tensor, launch, launch_of, output_nodes, take, take_of, value
 from fnddp.plan.passes.foreach import is_in_place, is_whole
 from fnddp.plan.passes.place import COPIES, PRODUCTS, elementwise
@@ -30,29 +30,31 @@ _QUICK: dict[Any, Any] = {
 _SHOWN = ("dtype", "alpha", "beta")  # options of operations that change what they compute
 
 
-def emit(draft: Draft) -> Draft:
+def emit(draft: Draft) -> tuple[Segment, ...]:
+    """Return the segments of the plan: the last pass."""
     kept = {name_of(node, draft.names) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
     kept |= {name_of(memory, draft.names) for memory in draft.placement.memories.values()}
-    written = [_Code(cut, draft) for cut in draft.cuts]
+    segments: list[Segment] = []
+    written = [_Emitter(segment, draft) for segment in draft.segments]
     last_read = {name: i for i, code in enumerate(written) for name in code.inputs}
-    for i, (cut, code) in enumerate(zip(draft.cuts, written, strict=True)):
+    for i, (segment, code) in enumerate(zip(draft.segments, written, strict=True)):
         outputs = [node for node in code.made if name_of(node, draft.names) in kept or Temp(node.name) in last_read]
         frees = [name for name in code.inputs if last_read[name] == i and name not in kept and not _persists(name)]
-        draft.segments.append(
+        segments.append(
             Segment(
-                slot=cut.slot,
-                needs=tuple(cut.needs),
-                waits=tuple(cut.waits),
+                slot=segment.slot,
+                needs=tuple(segment.needs),
+                waits=tuple(segment.waits),
                 inputs=tuple(code.inputs),
                 outputs=tuple(name_of(node, draft.names) for node in outputs),
                 frees=tuple(frees),
                 run=code.script.function(code.inputs.values(), [code.made[node] for node in outputs]),
-                launches=None if cut.launches is None else launch_of(cut.launches)[1],
+                launches=None if segment.launches is None else launch_of(segment.launches)[1],
                 operations=tuple(code.operations),
-                commits=cut.commits,
+                commits=segment.commits,
             )
         )
-    return draft
+    return tuple(segments)
 
 
 def name_of(node: Any, inputs: dict[fx.Node, Name]) -> Any:
@@ -145,10 +147,10 @@ class Script:
         return self._names[id(value)]
 
 
-class _Code:
+class _Emitter:
     """The code of one segment while it is written, with the variables of all values that it uses."""
 
-    def __init__(self, cut: Cut, draft: Draft) -> None:
+    def __init__(self, segment: DraftSegment, draft: Draft) -> None:
         self.inputs: dict[Name, Variable] = {}
         self.made: dict[fx.Node, Variable] = {}
         self.operations: list[Operation] = []
@@ -156,7 +158,7 @@ class _Code:
         self._placement, self._names = draft.placement, draft.names
         self._is_compiled = draft.request.backend == "inductor"
         joined: set[fx.Node] = set()
-        for node in cut.nodes:
+        for node in segment.nodes:
             if node in draft.batches:
                 self._compute_all(draft.batches[node])
                 joined.update(draft.batches[node])
@@ -164,8 +166,8 @@ class _Code:
                 self._compute(node)
                 if not is_light(node):
                     self._pack(node)
-        if cut.launches is not None:
-            self._pack_the_rest(cut.launches)
+        if segment.launches is not None:
+            self._pack_the_rest(segment.launches)
 
     def _compute(self, node: fx.Node) -> None:
         target, function = self._placement.targets.get(node), _QUICK.get(node.target, node.target)

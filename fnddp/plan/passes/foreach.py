@@ -28,8 +28,8 @@ def foreach(draft: Draft) -> Draft:
         return draft
     placement = draft.placement
     returned = {placement.memory(node) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
-    for cut in draft.cuts:
-        draft.batches |= {members[0]: members for members in _alike(cut.nodes, placement, returned)}
+    for segment in draft.segments:
+        draft.batches |= {members[0]: members for members in _alike(segment.nodes, placement, returned)}
     # A `_foreach` copy writes into given memory: copies without a place get scratch memory.
     for node in [node for members in draft.batches.values() for node in members if node.target in COPIES]:
         if node not in placement.targets:

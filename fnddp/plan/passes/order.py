@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from fnddp.plan.draft import Cut, Draft
+from fnddp.plan.draft import Draft, DraftSegment
 from fnddp.plan.graph import (
     is_light,
     is_view,
@@ -62,7 +62,7 @@ def order(draft: Draft) -> Draft:
     for node in tensor_nodes(graph):
         runs.setdefault(positions[node], []).append(node)
     nodes = [node for position in sorted(runs) for node in _side_by_side(runs[position], reading)]
-    draft.cuts = _cut(nodes, positions, leaf_of, end)
+    draft.segments = _cut(nodes, positions, leaf_of, end)
     return draft
 
 
@@ -154,9 +154,9 @@ def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) ->
 
 def _cut(
     nodes: Sequence[fx.Node], at: Mapping[fx.Node, Position], leaf_of: Mapping[fx.Node, str], end: int
-) -> list[Cut]:
-    cuts: list[Cut] = []
-    current: Cut | None = None
+) -> list[DraftSegment]:
+    segments: list[DraftSegment] = []
+    current: DraftSegment | None = None
     arrived: set[fx.Node] = set()
     waited: set[int] = set()
     launched = {launch_of(node)[1].index for node in nodes if node.target is launch}
@@ -168,8 +168,8 @@ def _cut(
             waits |= {launch_of(take_of(node)[0])[1].index} - waited
         is_later = current is not None and current.nodes and at[current.nodes[-1]] != at[node]
         if current is None or ((needs or waits) and is_later) or commits != current.commits:
-            current = Cut(at[node].slot, commits)
-            cuts.append(current)
+            current = DraftSegment(at[node].slot, commits)
+            segments.append(current)
         arrived.update(needs)
         waited |= waits
         current.needs += [leaf_of[source] for source in needs]
@@ -178,7 +178,7 @@ def _cut(
             current.launches, current = node, None
         else:
             current.nodes.append(node)
-    return cuts
+    return segments
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from fnddp.device import device_of
 from fnddp.ir.program import LeafSpec, Mean, Scratch, Sent
-from fnddp.plan.draft import Donation, Draft, Memory
+from fnddp.plan.draft import Donation, Draft, Storage
 from fnddp.plan.graph import is_light, is_tensor, is_view, launch, launch_of, output_nodes, placeholders, value
 from fnddp.torch_private import elementwise_out
 from fnddp.wire.kinds import SUM, SUM_INTO
@@ -44,7 +44,9 @@ class _Memories:
 
     def __init__(self, draft: Draft) -> None:
         graph, paths = draft.graph, draft.paths
-        self.nodes = [node for cut in draft.cuts for node in [*cut.nodes, cut.launches] if node is not None]
+        self.nodes = [
+            node for segment in draft.segments for node in [*segment.nodes, segment.launches] if node is not None
+        ]
         self.donation, self.is_compiled = draft.request.donation, draft.request.backend is not None
         self.placement = draft.placement
         self.memory = draft.placement.holder
@@ -53,7 +55,7 @@ class _Memories:
         self.leaves = dict(zip(inputs, paths, strict=False))
         self.leaf_at = dict(zip(paths, inputs, strict=False))
         parts, means, state = inputs[len(paths) :], outputs[: len(paths)], outputs[len(paths) :]
-        committing = [cut.nodes[0] for cut in draft.cuts if cut.commits]
+        committing = [segment.nodes[0] for segment in draft.segments if segment.commits]
         self.commits = self.when[committing[0]] if committing else float("inf")
         for node in self.nodes:
             if node.target is launch:
@@ -61,7 +63,7 @@ class _Memories:
                 for position, source in enumerate(sources):
                     self.placement.payloads.setdefault(source, []).append((collective, position))
         self.placement.stored_in |= {node: node.all_input_nodes[0] for node in self.nodes if is_view(node)}
-        self._last_read: dict[Memory, float] = {}
+        self._last_read: dict[Storage, float] = {}
         for node in self.nodes:
             for source in node.all_input_nodes:
                 self._last_read[self.memory(source)] = self.when[node]
@@ -94,7 +96,7 @@ class _Memories:
         elif isinstance(memory, fx.Node) and memory.op == "placeholder":
             self.placement.overwritten.add(memory)
 
-    def is_free(self, memory: Memory, node: fx.Node) -> bool:
+    def is_free(self, memory: Storage, node: fx.Node) -> bool:
         """Return True if `node` may write to `memory`: nothing reads it later, and `node` itself only elementwise."""
         if isinstance(memory, Scratch) and self.is_kept(node):
             return False  # the next step writes over it
@@ -111,7 +113,7 @@ class _Memories:
             return False
         return _same_kind(value(given), value(node)) and self.is_free(given, node)
 
-    def is_kept(self, memory: Memory) -> bool:
+    def is_kept(self, memory: Storage) -> bool:
         """Return True if `memory` is part of the result."""
         return self._last_read.get(memory) == float("inf")
 
@@ -143,7 +145,7 @@ class _Memories:
         return Sent(collective.index, position) if fits else None
 
 
-def over_operand(memories: _Memories, node: fx.Node) -> Memory | None:
+def over_operand(memories: _Memories, node: fx.Node) -> Storage | None:
     """Return the operand, if it may be written over and nothing reads it again. First, since it takes no memory."""
     operand = node.args[0] if elementwise(node.target) is not None else None
     if not isinstance(operand, fx.Node) or not _same_layout(value(operand), value(node)):
@@ -204,7 +206,7 @@ def over_scratch(memories: _Memories, node: fx.Node) -> Scratch | None:
     return name
 
 
-RULES: tuple[Callable[[_Memories, fx.Node], Memory | None], ...] = (
+RULES: tuple[Callable[[_Memories, fx.Node], Storage | None], ...] = (
     over_operand,
     over_state,
     over_mean,

@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from fnddp.core import tree
 from fnddp.core.sync import groups_of, parts_of, require_means
 from fnddp.device import device_of
+from fnddp.ir.plan_data import Phase
 from fnddp.ir.program import Divisor, Grad, Held, LoweringError, Name, Part
-from fnddp.ir.schedule import Phase
 from fnddp.plan.draft import Draft, Request
 from fnddp.plan.graph import placeholders, remove_dead
 from fnddp.torch_private import (

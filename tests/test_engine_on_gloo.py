@@ -174,7 +174,7 @@ def fails(_: Tensor) -> None:
 
 
 @on_ranks(2, threads=True)
-def test_what_a_failed_step_leaves(rank: int) -> None:
+def test_a_failed_step_leaves_state_and_parameters_as_they_were(rank: int) -> None:
     """As StepFailedError says it; `register` is in test_register."""
     model = fnddp.DistributedDataParallel(torch.nn.Linear(2, 1), sync=error_feedback(allreduce))
     weight, bias = model.module.parameters()
@@ -224,7 +224,7 @@ def test_a_failure_is_known_in_all_groups(rank: int) -> None:
 
 @pytest.mark.thorough
 @on_ranks(2)
-def test_a_rank_that_never_comes(rank: int) -> None:
+def test_a_missing_rank_is_an_error_after_the_timeout(rank: int) -> None:
     """In a ring of messages, which hears of it when the group's timeout is over. (Others are in test_failures.)"""
     group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=3))
     engine = make_engine(fp16(allreduce).over(group), large_grads(rank))

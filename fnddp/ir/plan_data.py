@@ -39,7 +39,7 @@ class Phase:
 
 
 @dataclass(frozen=True, repr=False)
-class Schedule:
+class PlanData:
     """A pipeline lowered for given leaves, a phase and a world: the work of one rank in one step, in a static order.
 
     Attributes:

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 import fnddp
-from fnddp import Sync, allreduce, fp16, laws
-from fnddp.core import tree
+from fnddp import Sync, allreduce, fp16, laws, tree
 from fnddp.core.sync import registry
 from fnddp.simulation.ranks import RankFailed, run_threads
 from tests.ranks import on_ranks
@@ -65,12 +64,12 @@ def test_a_lossy_pipeline_is_not_exact():
     assert laws.loses_nothing(0, allreduce, laws.model)
 
 
-def test_error_feedback_around_what_lies_about_its_contribution_loses_something():
+def test_a_wrong_contribution_breaks_law_8():
     with pytest.raises(laws.LawError, match=r"law 8 .*: leaf 'conv.weight': the sum of 4 mean gradients"):
         laws.law_8_error_feedback_loses_nothing(0, lying(allreduce), laws.model)
 
 
-def test_a_state_outside_of_the_state_is_found():
+def test_a_counter_outside_of_the_state_breaks_law_7():
     steps = count(1)
     counting = breaking("counting", lambda leaf: leaf * next(steps))
     with pytest.raises(laws.LawError, match="law 7 .* step 2, resumed: the mean of 'conv.weight' is off by"):
