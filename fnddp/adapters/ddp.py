@@ -92,7 +92,8 @@ class Handle(PipelineHandle):
         if torch.is_grad_enabled() and not torch_private.is_within_backward():
             self._world.require_same()
             self._break_off()
-            self._require_one_choice()
+            if self._compares:
+                self._require_one_choice()
             # Asked once after a step, before this forward may make other buckets: so all ranks get the same answer.
             last, self._last = self._last, []
             if last and torch_private.has_final_buckets(model):
@@ -314,7 +315,7 @@ def register(
 
     agree(set_up, group)
     (handle,) = handles
-    handle._is_measured = sync == AUTO  # pyright: ignore[reportPrivateUsage]
+    handle._is_measured = handle._compares = sync == AUTO  # pyright: ignore[reportPrivateUsage]
     handle._engine.connect()  # pyright: ignore[reportPrivateUsage]
     model.register_comm_hook(handle, fnddp_hook)
     model.register_forward_pre_hook(handle._before_forward)  # pyright: ignore[reportPrivateUsage]

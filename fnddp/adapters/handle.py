@@ -24,7 +24,7 @@ class HasPipeline:
     _group: str | None  # name of the model's process group; None for the default one
     _wire: Wire
     _is_measured = False  # "auto" has chosen the pipeline, and that of a checkpoint replaces it
-    _is_compared = False  # ranks have compared the pipeline that "auto", or a checkpoint, has chosen
+    _compares = False  # ranks have still to compare the pipeline that "auto", or a checkpoint, has chosen
 
     @property
     def sync(self) -> Sync:
@@ -78,11 +78,10 @@ class HasPipeline:
         A forward calls this, and not `_adopt`: a rank that has loaded no checkpoint must take part. Ranks of
         `other_groups` raise with them.
         """
-        if self._is_measured and not self._is_compared:
-            with device_of(self._engine.device).selected():
-                about = 'the pipeline that "auto" took, or a checkpoint has replaced'
-                agree_over(lambda: {about: repr(self.sync.over(None))}, [self._group], other_groups)
-            self._is_compared = True
+        with device_of(self._engine.device).selected():
+            about = 'the pipeline that "auto" took, or a checkpoint has replaced'
+            agree_over(lambda: {about: repr(self.sync.over(None))}, [self._group], other_groups)
+        self._compares = False
 
     def sync_stats(self) -> SyncStats:
         """Return the bytes and times of the last step, and the number of steps: a dict to log, for this rank.
@@ -116,7 +115,7 @@ class PipelineHandle(HasPipeline):
         self.group, self._group, self._wire = group, group, wire
 
     def _adopt(self, sync: Sync) -> None:
-        self._engine, self._is_compared = self._engine_of(sync.over(self._group, unnamed_only=True)), False
+        self._engine, self._compares = self._engine_of(sync.over(self._group, unnamed_only=True)), True
         self._engine.connect()
 
 

@@ -167,7 +167,7 @@ class DistributedDataParallel(TorchNames):
         self._promises = Promises(
             list(trained.parameters), static_graph=static_graph, skips_unused=skip_all_reduce_unused_params
         )
-        self._is_measured = sync == AUTO
+        self._is_measured = self._compares = sync == AUTO
         self._set_up(*self._agreed(sync, verify=init_sync))
         self._engine.connect()
         if init_sync:
@@ -201,7 +201,7 @@ class DistributedDataParallel(TorchNames):
     def _adopt(self, sync: Sync) -> None:
         self._steps.settle()
         self._use(*self._agreed(sync, verify=False))
-        self._is_compared = False
+        self._compares = True
 
     @torch_private.untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -361,7 +361,7 @@ class DistributedDataParallel(TorchNames):
             Join.notify_join_context(self)
             self._sync_buffers(HookLocation.PRE_FORWARD)
             self._steps.scale = self._share_of_inputs() if self._join_config.enable else 1.0
-            if self._synchronizes:
+            if self._compares and self._synchronizes:
                 self._require_one_choice()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])

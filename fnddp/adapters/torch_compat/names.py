@@ -125,7 +125,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         with device_of(self.device).selected():
             self._sync_buffers(HookLocation.PRE_FORWARD, has_inputs=False)
             synchronizes = control.total(0, self._group) > 0
-            if synchronizes:
+            if synchronizes and self._compares:
                 self._require_one_choice()
             self._sync_buffers(HookLocation.POST_FORWARD, has_inputs=False)
             self.require_forward_param_sync = synchronizes

@@ -104,7 +104,8 @@ class Replicas(PipelineHandle):
             return
         self._require_frozen()
         self._break_off()
-        self._require_one_choice(_groups(self._shards))
+        if self._compares:
+            self._require_one_choice(_groups(self._shards))
         self._is_armed = self._synchronizes
         for tensor in torch_private.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
@@ -298,7 +299,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     shards = [each.shards for _, groups in torch_private.fsdp_groups(model).values() for each in groups]
     agree_over(set_up, [group], dict.fromkeys(group_name(each) for each in shards if each is not None))
     (replicas,) = made
-    replicas._is_measured = sync == AUTO  # pyright: ignore[reportPrivateUsage]
+    replicas._is_measured = replicas._compares = sync == AUTO  # pyright: ignore[reportPrivateUsage]
     replicas._engine.connect()  # pyright: ignore[reportPrivateUsage]
     control.broadcast([p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor)], group)
     for name, parameter in replicas._parameters.items():  # pyright: ignore[reportPrivateUsage]
