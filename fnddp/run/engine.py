@@ -265,9 +265,13 @@ class Engine:
 
     def fail_next(self, error: BaseException) -> None:
         """End the open step because of `error`, or else begin the next one only to fail it, on all ranks."""
+        self.begin_to_fail()
+        self.fail(error)
+
+    def begin_to_fail(self) -> None:
+        """Begin a step that this rank will fail, if none is open."""
         if self.step is None:
             self.begin(weight=FAILED)
-        self.fail(error)
 
     def refuse_after_failure(self) -> None:
         """Raise a RuntimeError if this rank may be desynchronized.

@@ -5,6 +5,7 @@ gradient of each parameter is taken in one of two ways: from `parameter.grad`, o
 `torch.autograd.grad`, from a hook before: autograd then gets a placeholder, which is filled at the end.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.hooks import FastPath, WeakHook, accumulates, asked_for, end_with_backward, fail_unfinished
+from fnddp.adapters.hooks import FastPath, Together, WeakHook, accumulates, asked_for, end_with_backward
 from fnddp.adapters.module.outputs import tensors_in
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
@@ -33,6 +34,12 @@ from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import CollectiveError, Elastic
 from fnddp.wire.weights import Weight
 
+UNFINISHED = "its backward did not finish"
+
+# Modules in the order of their last forward: a backward of several reaches them in the opposite order.
+_forwarded: "weakref.WeakKeyDictionary[Steps, None]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
 
 @dataclass(eq=False)
 class _Backward:
@@ -45,7 +52,7 @@ class _Backward:
         accumulates: True if the backward is known to accumulate gradients in all leaves that it reaches.
         sparse: Number of sparse dimensions of each sparse gradient, by parameter.
         ending: Returns None once it is known that the end of the backward will not come.
-        together: Engines with a step in this backward.
+        together: All steps in this backward.
         deferred: Parameters whose gradients wait for the end of the step.
         placeholders: Tensors that autograd got instead of gradients, to which means are written.
     """
@@ -56,7 +63,7 @@ class _Backward:
     accumulates: bool
     sparse: dict[str, int]
     ending: Callable[[], object]
-    together: list[Engine]
+    together: Together
     deferred: set[str] = field(default_factory=set[str])
     placeholders: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
@@ -91,6 +98,7 @@ class Steps:
         self._fast = FastPath()
         self._hooks: list[Any] = []
         self._early: dict[str, Any] = {}  # hooks of parameters that see gradients before they are accumulated
+        self._awaiting: tuple[Callable[[], object], Together | None] | None = None  # the backward that will reach this module
 
     def use(self, engine: Engine, trained: Trained, sparse: Collection[nn.Parameter], world: Membership) -> None:
         """Run the steps of `engine` from now on, for the gradients of these parameters.
@@ -154,6 +162,9 @@ class Steps:
         """
         self.may_step |= synchronizes
         self.is_armed, self._forward_weight = synchronizes and not is_functional, self.weight
+        with _lock:
+            _forwarded.pop(self, None)
+            _forwarded[self] = None
         if not self.is_armed or torch_private.is_transforming():
             return
         is_seen = False
@@ -200,10 +211,16 @@ class Steps:
         asked = asked_for(self.parameters)
         self._returns = bool(asked)
         step = self._begin(forward_weight)
-        task, ending = current_backward(), end_with_backward(self.engine, self._finish)
+        task, ending = current_backward(), end_with_backward(self.engine, self._finish, self.fail)
         self._backward = backward = _Backward(
             task, asked or set(), set(grads), asked is None, self._always_sparse.copy(), *ending
         )
+        with _lock:
+            others = [steps for steps in reversed([*_forwarded]) if steps is not self and steps.is_armed]
+        for other in others:
+            if not other.engine.is_open and asked_for(other.parameters) != set():
+                other._awaiting = ending
+                ending[1].awaited.setdefault(other.engine, other.fail)
         kept = grads.keys() - self.unsynchronized - {accumulated}
         sums = bool(kept) and "sum" in self.engine.sync.ops
         again = [name for name in grads if sums and name in kept and grads[name].any()]
@@ -508,6 +525,7 @@ class Steps:
         Raises:
             RuntimeError: After this step, or an earlier one, ranks may be desynchronized.
         """
+        self._fail_awaited(RuntimeError(UNFINISHED))
         if self.engine.is_open:
             self._fail_unfinished()
         self._fast.close()  # of a step that failed with another one's
@@ -515,9 +533,18 @@ class Steps:
 
     def leave_out(self, error: BaseException) -> None:
         """End the step that is open or comes next because of `error`, on all ranks, so that none waits for it."""
-        with suppress(RuntimeError):  # if the step cannot begin, no rank waits for this one
-            self.engine.fail_next(error)
+        if not self._fail_awaited(error):
+            with suppress(RuntimeError):  # if the step cannot begin, no rank waits for this one
+                self.engine.fail_next(error)
         self._close()
+
+    def _fail_awaited(self, error: BaseException) -> bool:
+        """Fail the steps of a backward that has raised before it has reached this module; return False if none has."""
+        (has_ended, together), self._awaiting = self._awaiting or (lambda: self, None), None
+        if together is None or has_ended() is not None or self.engine not in together.awaited:
+            return False
+        together.fail(error)
+        return True
 
     def fail(self, error: BaseException) -> None:
         self.engine.fail(error)
@@ -529,13 +556,16 @@ class Steps:
     def _stop(self, message: str) -> NoReturn:
         """Raise an error, which ends an open step."""
         error = RuntimeError(f"{OWNER}: {message}")
+        if self._backward is not None:
+            self._backward.together.fail(error)
         self.fail(error)
         raise error
 
     def _fail_unfinished(self) -> None:
+        error = RuntimeError(UNFINISHED)
         if self._backward is not None:
-            fail_unfinished(self.engine, self._backward.together)
-        self.fail(RuntimeError("its backward did not finish"))
+            self._backward.together.fail(error)
+        self.fail(error)
 
     def _close(self) -> None:
         self.is_armed, self._backward = False, None
