@@ -3,14 +3,13 @@
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fnddp import torch_private
-from fnddp.run.engine import Engine
+from fnddp.run.engine import Engine, fail_next
 from fnddp.run.step import Step
 from fnddp.torch_private import current_backward
 
@@ -135,10 +134,8 @@ class Together:
         """
         fails, awaited = self.fails, self.awaited
         self.fails, self.awaited = {}, {}
-        for engine in (each for each in awaited if each not in fails):
-            with suppress(RuntimeError):  # if a step cannot begin, no rank waits for this one
-                engine.begin_to_fail()
-        fails = awaited | fails
+        begun = fail_next({each: error for each in awaited if each not in fails and not each.is_open})
+        fails |= {engine: awaited[engine] for engine in begun}
         for engine in in_order(fails):
             fails[engine](error)
 

@@ -8,7 +8,7 @@ gradient of each parameter is taken in one of two ways: from `parameter.grad`, o
 import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.hooks import FastPath, Together, WeakHook, accumulates, asked_for, end_with_backward
+from fnddp.adapters.hooks import FastPath, Together, WeakHook, accumulates, asked_for, end_with_backward, in_order
 from fnddp.adapters.module.outputs import tensors_in
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
@@ -25,7 +25,7 @@ from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.state import describe
 from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
-from fnddp.run.engine import Engine
+from fnddp.run.engine import Engine, fail_next
 from fnddp.run.program import UnexpectedGradient
 from fnddp.run.step import Step, Synchronized, in_profile
 from fnddp.run.vote import StepFailedError
@@ -98,7 +98,9 @@ class Steps:
         self._fast = FastPath()
         self._hooks: list[Any] = []
         self._early: dict[str, Any] = {}  # hooks of parameters that see gradients before they are accumulated
-        self._awaiting: tuple[Callable[[], object], Together | None] | None = None  # the backward that will reach this module
+        self._awaiting: tuple[Callable[[], object], Together | None] | None = (
+            None  # the backward that will reach this module
+        )
 
     def use(self, engine: Engine, trained: Trained, sparse: Collection[nn.Parameter], world: Membership) -> None:
         """Run the steps of `engine` from now on, for the gradients of these parameters.
@@ -252,6 +254,7 @@ class Steps:
 
     def _begin(self, forward_weight: Weight | None) -> Step:
         self.require_same_world()
+        LEFT_OUT.end()
         self._weight = self.weight or forward_weight
         with self.log.errors():
             return self.engine.begin(weight=self._weight, scale=self.scale)
@@ -401,7 +404,7 @@ class Steps:
         self.log.backward_ends()
         was_armed, backward, step = self.is_armed, self._backward, self.engine.step
         if backward is None or step is None:  # it has failed with the step of another engine
-            self._close()
+            self.close()
             self.settle_on(is_committed=False)
             return
         try:
@@ -432,7 +435,7 @@ class Steps:
                 self.settle_on(is_committed=False)
                 return
             raise
-        self._close()
+        self.close()
         placeholders = backward.placeholders
         is_empty = len(done.unused) == len(self.parameters)  # no parameter had a gradient on any rank
         # A backward may follow through gradients of inputs, or with create_graph of parameters: it synchronizes, too.
@@ -525,6 +528,7 @@ class Steps:
         Raises:
             RuntimeError: After this step, or an earlier one, ranks may be desynchronized.
         """
+        LEFT_OUT.end()
         self._fail_awaited(RuntimeError(UNFINISHED))
         if self.engine.is_open:
             self._fail_unfinished()
@@ -532,11 +536,15 @@ class Steps:
         self.engine.refuse_after_failure()
 
     def leave_out(self, error: BaseException) -> None:
-        """End the step that is open or comes next because of `error`, on all ranks, so that none waits for it."""
+        """End the step that is open or comes next because of `error`, on all ranks, so that none waits for this one.
+
+        Within weight blocks when the outermost one ends: the error may leave out the steps of all of their modules.
+        """
         if not self._fail_awaited(error):
-            with suppress(RuntimeError):  # if the step cannot begin, no rank waits for this one
-                self.engine.fail_next(error)
-        self._close()
+            LEFT_OUT.steps[self] = error
+            if not LEFT_OUT.blocks:
+                LEFT_OUT.end()
+        self.close()
 
     def _fail_awaited(self, error: BaseException) -> bool:
         """Fail the steps of a backward that has raised before it has reached this module; return False if none has."""
@@ -551,7 +559,7 @@ class Steps:
         if self._backward is not None:
             for name in self._backward.deferred - self._backward.added_to:  # unsynchronized: drop it
                 self.parameters[name].grad = None
-        self._close()
+        self.close()
 
     def _stop(self, message: str) -> NoReturn:
         """Raise an error, which ends an open step."""
@@ -567,7 +575,7 @@ class Steps:
             self._backward.together.fail(error)
         self.fail(error)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         self.is_armed, self._backward = False, None
         self._fast.close()
         for hook in self._early.values():
@@ -606,6 +614,30 @@ class Steps:
         except BaseException as error:
             self.fail(error)
             raise
+
+
+class LeftOut(threading.local):
+    """The modules whose steps an error has left out, in this thread.
+
+    Attributes:
+        blocks: The number of weight blocks that it is in.
+        steps: Those modules, with the error.
+    """
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.steps: dict[Steps, BaseException] = {}
+
+    def end(self) -> None:
+        """End all of these steps, on all ranks, in whatever order the other ranks run them."""
+        steps, self.steps = self.steps, {}
+        fail_next({each.engine: error for each, error in steps.items() if not each.engine.is_open})
+        error_of = {each.engine: error for each, error in steps.items() if each.engine.is_open}
+        for engine in in_order(error_of):
+            engine.fail(error_of[engine])
+
+
+LEFT_OUT = LeftOut()
 
 
 def _cannot_skip(sync: Sync, asking: str) -> str:
