@@ -72,7 +72,7 @@ class Vote:
         return len(self.groups) == 1 and not self._device.is_asynchronous and not isinstance(self._wire, Elastic)
 
     def refuse(self, error: BaseException, steps: int) -> Generator[Work]:
-        """Fail the next `steps` steps on the group, whatever their engines, because of `error`; yield what it waits for."""
+        """Fail the next `steps` steps on the group, of any engines, because of `error`. Yield what it waits for."""
         while steps > 0:
             self.weigh(FAILED)
             assert self._work is not None
