@@ -3,6 +3,7 @@
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -132,21 +133,32 @@ def test_an_interrupt_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("has_own_groups", [True, False])
+@pytest.mark.parametrize("is_weighed", [False, True])
+@pytest.mark.parametrize("has_reached_both", [True, False])
+@pytest.mark.parametrize("failing", [0, 1])
 @on_ranks(2, seconds=SECONDS)
-def test_an_error_in_a_backward_through_two_models_ends_it_on_all_ranks(rank: int, first: int) -> None:
-    """Steps that are given up end in the order in which the other ranks end theirs."""
-    models = [fnddp.DistributedDataParallel(Hooked(), process_group=dist.new_group()) for _ in range(2)]
-    for step in range(3):
+def test_an_error_in_a_backward_through_two_models_ends_it_on_all_ranks(
+    rank: int, failing: int, has_reached_both: bool, is_weighed: bool, has_own_groups: bool
+) -> None:
+    """Steps that are given up end in the order in which the other ranks end theirs, and so do those to come."""
+    models = [
+        fnddp.DistributedDataParallel(Hooked(), process_group=dist.new_group() if has_own_groups else None)
+        for _ in range(2)
+    ]
+    forwards = (failing, 1 - failing) if has_reached_both else (1 - failing, failing)
+    for step in range(5):
         for model in models:
             model.zero_grad()
-        hooks = {first: lambda _: 1 / 0} if (rank, step) == (1, 1) else {}
-        loss = sum(models[i](batch(rank, step), hooks.get(i)).sum() for i in (first, 1 - first))
-        if step == 1:
-            with pytest.raises(ZeroDivisionError if rank == 1 else fnddp.StepFailedError):
-                loss.backward()
-        else:
-            loss.backward()
+        does = (rank, step) in ((1, 1), (0, 3))
+        hooks = {failing: lambda _: 1 / 0} if does else {}
+        with (
+            pytest.raises(ZeroDivisionError if does else fnddp.StepFailedError) if step in (1, 3) else nullcontext(),
+            models[0].weight(1 + rank) if is_weighed else nullcontext(),
+            models[1].weight(1 + rank) if is_weighed else nullcontext(),
+        ):
+            sum(models[i](batch(rank, step), hooks.get(i)).sum() for i in forwards).backward()
+        if step not in (1, 3):
             assert_equal_on_ranks(*map(grads_of, models))
 
 

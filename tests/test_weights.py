@@ -2,7 +2,7 @@
 
 import math
 import random
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -265,6 +265,69 @@ def test_a_pipeline_that_knows_no_weights_fails_the_step_on_all_ranks(rank: int,
     model.zero_grad()
     loss(model, rank).backward()
     assert grad(model) == 3
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("is_caught_within", [False, True])
+@pytest.mark.parametrize("has_one_backward", [False, True])
+@pytest.mark.parametrize("has_own_groups", [False, True])
+@on_ranks(2)
+def test_an_error_in_the_weight_blocks_of_two_models_fails_the_steps_of_both_on_all_ranks(
+    rank: int, has_own_groups: bool, has_one_backward: bool, is_caught_within: bool, alone: bool
+) -> None:
+    """Which of the two other ranks run first, this rank does not know."""
+    groups = [torch.distributed.new_group() if has_own_groups else None for _ in range(2)]
+    models = [
+        DistributedDataParallel(nn.Linear(n, 1, bias=False), process_group=g)
+        for n, g in zip((1, 2), groups, strict=True)
+    ]
+    inputs = [torch.full((1, n), rank + 1.0) for n in (1, 2)]
+    for step in range(5):
+        does = step in (1, 3) and (rank == 1 or not alone)
+        error = ZeroDivisionError if does else StepFailedError
+        order = models if step < 3 else models[::-1]
+        for model in models:
+            model.zero_grad()
+        with pytest.raises(error, match="no data") if step in (1, 3) else nullcontext(), models[0].weight(rank + 1):
+            with suppress(ZeroDivisionError) if is_caught_within else nullcontext(), models[1].weight(rank + 1):
+                if does:
+                    raise ZeroDivisionError("no data")
+                losses = {model: model(inputs[models.index(model)]).sum() for model in order}
+                for loss in [sum(losses.values())] if has_one_backward else losses.values():
+                    loss.backward()
+            if does:
+                raise ZeroDivisionError("no data")
+        if step not in (1, 3):
+            for model in models:
+                torch.testing.assert_close(model.module.weight.grad, torch.full_like(model.module.weight, weighted(2)))
+
+
+@pytest.mark.parametrize("misuse", ["part without a weight", "nothing", "raises"])
+@on_ranks(2)
+def test_an_error_in_the_weight_blocks_of_a_module_and_its_part_is_one_on_all_ranks(rank: int, misuse: str) -> None:
+    part = wrapped()
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(1, 1, bias=False), part))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    told = "give each its weight first|was given for nothing|no data"
+    for step in range(4):
+        does = rank == 1 and step == 1
+        model.zero_grad()
+        with ExitStack() as stack:
+            if step == 1:
+                stack.enter_context(
+                    pytest.raises((RuntimeError, ZeroDivisionError) if does else StepFailedError, match=told)
+                )
+            if not (does and misuse == "part without a weight"):
+                stack.enter_context(part.weight(rank + 1))
+            stack.enter_context(model.weight(rank + 1))
+            if does and misuse == "raises":
+                raise ZeroDivisionError("no data")
+            if not does:
+                loss(model, rank).backward()
+        if step != 1:
+            assert [p.grad.item() for p in model.parameters()] == [pytest.approx(weighted(2))] * 2
 
 
 class Voting(C10d):

@@ -2,14 +2,14 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fnddp import torch_private
-from fnddp.run.engine import Engine
+from fnddp.run.engine import Engine, fail_next
 from fnddp.run.step import Step
 from fnddp.torch_private import current_backward
 
@@ -115,29 +115,63 @@ class WeakHook(Generic[Owner]):
         return None if owner is None else self._method(owner, self._name, tensor)
 
 
+class Together:
+    """The steps of one backward, on several engines. It outlives the backward if that raises.
+
+    Attributes:
+        fails: Engines whose step has begun, with the function that fails it.
+        awaited: The same of engines whose step has not begun, though the backward will reach them.
+    """
+
+    def __init__(self) -> None:
+        self.fails: dict[Engine, Callable[[BaseException], None]] = {}
+        self.awaited: dict[Engine, Callable[[BaseException], None]] = {}
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all steps because of `error`, on all ranks: those to come, too, for which other ranks wait.
+
+        One that other ranks give up, since it waits for another on its process group, is given up here, too.
+        """
+        fails, awaited = self.fails, self.awaited
+        self.fails, self.awaited = {}, {}
+        begun = fail_next({each: error for each in awaited if each not in fails and not each.is_open})
+        fails |= {engine: awaited[engine] for engine in begun}
+        for engine in in_order(fails):
+            fails[engine](error)
+
+
+def in_order(engines: Iterable[Engine]) -> Iterator[Engine]:
+    """Yield `engines` in the order in which their steps end, which is the same on all ranks.
+
+    That is the order in which they were made, unlike the order in which backward reaches them. On one process group,
+    the step that began first goes first.
+    """
+    waiting = sorted(engines, key=lambda engine: engine.number)
+    while waiting:
+        engine = next((each for each in waiting if each.step is None or not each.step.is_held), waiting[0])
+        waiting.remove(engine)
+        yield engine
+
+
 class Ending:
     """Callback at the end of a backward, which ends the steps in it. It lives as long as that backward runs.
 
-    Ending a step waits for other ranks. To avoid deadlock, steps end in the order in which their engines were made,
-    which is the same on all ranks, unlike the order in which backward reaches them.
+    Ending a step waits for other ranks, so steps end in the same order on all of them.
     """
 
     def __init__(self, task: int) -> None:
         self._task = task
-        self.steps: list[tuple[Engine, Callable[[], None]]] = []
-        self.engines: list[Engine] = []  # of the steps, which keep this list: if the backward raises, it outlives this
+        self.together = Together()
+        self.ends: dict[Engine, Callable[[], None]] = {}
 
     def __call__(self) -> None:
         with _lock:
             _endings.pop(self._task, None)  # what runs now may begin another one
-        waiting = sorted(self.steps, key=lambda step: step[0].number)
+        self.together.fails, self.together.awaited = {}, {}
         failure: BaseException | None = None
-        while waiting:
-            # On one process group, the step that began first goes first.
-            step = next((step for step in waiting if step[0].step is None or not step[0].step.is_held), waiting[0])
-            waiting.remove(step)
+        for engine in in_order(self.ends):
             try:
-                step[1]()
+                self.ends[engine]()
             except BaseException as error:  # the other ranks wait for the steps that are left
                 failure = failure or error
         if failure is not None:
@@ -148,12 +182,17 @@ _endings: "weakref.WeakValueDictionary[int, Ending]" = weakref.WeakValueDictiona
 _lock = threading.Lock()  # autograd has a thread for each device
 
 
-def end_with_backward(engine: Engine, end: Callable[[], None]) -> "tuple[weakref.ref[Ending], list[Engine]]":
+def end_with_backward(
+    engine: Engine, end: Callable[[], None], fail: Callable[[BaseException], None]
+) -> "tuple[weakref.ref[Ending], Together]":
     """Call `end` at the end of the running backward, for the open step of `engine`.
+
+    Args:
+        fail: Fails that step.
 
     Returns:
         A reference that is dead once it is known that the backward has raised, and `end` will not be called; and the
-        engines that have a step in that backward.
+        steps in that backward.
     """
     with _lock:
         task = torch_private.current_backward()
@@ -161,13 +200,6 @@ def end_with_backward(engine: Engine, end: Callable[[], None]) -> "tuple[weakref
         if ending is None:
             ending = _endings[task] = Ending(task)
             torch_private.at_end_of_backward(ending)
-        ending.steps.append((engine, end))
-        ending.engines.append(engine)
-    return weakref.ref(ending), ending.engines
-
-
-def fail_unfinished(engine: Engine, together: list[Engine]) -> None:
-    """Fail the open steps of the engines that share a backward with `engine`, which raised, and end before its own."""
-    for other in sorted(together, key=lambda each: each.number):
-        if other.number < engine.number:
-            other.fail(RuntimeError("its backward did not finish"))
+        ending.ends[engine] = end
+        ending.together.fails[engine] = fail
+    return weakref.ref(ending), ending.together

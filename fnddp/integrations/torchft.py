@@ -321,7 +321,8 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         """End a step without `should_commit`, in the quorum in which the others wait for it."""
         error = RuntimeError("this replica has not finished its backward, or left it out")
         if self._engine.begun == begun:
-            self._engine.fail_next(error)
+            self._engine.begin_to_fail()
+            self._engine.fail(error)
         self._steps.fail(error)
         self._replicas.report(error)
         self.manager.should_commit()  # False, which makes another quorum, and notifies this replica's other ranks

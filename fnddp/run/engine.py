@@ -7,9 +7,9 @@ has the same outcome on all ranks (on an accelerator, one step later): either al
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -29,11 +29,12 @@ from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.plan.plan import Plan
 from fnddp.run.backends import warn
 from fnddp.run.program import PlanMemory, Program, without_schedule
-from fnddp.run.step import Step, Synchronized, in_profile, require_noticed
+from fnddp.run.step import POLL_SECONDS, Step, Synchronized, in_profile, require_noticed
 from fnddp.run.vote import Vote
 from fnddp.show.trace import Observer, Taken, debug_level
 from fnddp.wire.c10d import C10D, C10d, with_dedicated_groups
 from fnddp.wire.groups import World, identity, live_group
+from fnddp.wire.kinds import Work
 from fnddp.wire.protocol import Elastic, Wire
 from fnddp.wire.weights import FAILED, Weight
 
@@ -205,7 +206,7 @@ class Engine:
     def _begin(self, weight: Weight | None, scale: float) -> Step:
         program = self._choose()
         vote = None if program.groups is None else Vote(self.leaves, program.wire, program.groups, program.device)
-        lines = [_open_on(self.wire, group) for group in (() if vote is None else vote.groups)]
+        lines = [_open_on(self.line_of(group)) for group in (() if vote is None else vote.groups)]
         ahead = dict.fromkeys(step for line in lines for step in (entry() for entry in line) if step is not None)
         self.step = step = Step(
             program,
@@ -263,11 +264,10 @@ class Engine:
         if self.step is not None:
             self.step.fail(error)
 
-    def fail_next(self, error: BaseException) -> None:
-        """End the open step because of `error`, or else begin the next one only to fail it, on all ranks."""
+    def begin_to_fail(self) -> None:
+        """Begin a step that this rank will fail, if none is open."""
         if self.step is None:
             self.begin(weight=FAILED)
-        self.fail(error)
 
     def refuse_after_failure(self) -> None:
         """Raise a RuntimeError if this rank may be desynchronized.
@@ -295,6 +295,18 @@ class Engine:
         if not device_of(self.device).is_asynchronous:
             with_dedicated_groups(self.wire, self.groups)
         self._is_connected = True
+
+    def vote_of_weights(self) -> Vote | None:
+        """Return a vote for steps that begin with an exchange of weights, if a rank can fail the next step by it."""
+        if not self._exchanges_weights:
+            return None
+        program = self._choose()
+        vote = None if program.groups is None else Vote(self.leaves, program.wire, program.groups, program.device)
+        return vote if vote is not None and vote.is_refusable else None
+
+    def line_of(self, group: str | None) -> Any:
+        """Return the key of what sends the steps of this engine, and of others, over a process group in one order."""
+        return live_group(group) if isinstance(self.wire, C10d) else self.wire
 
     def prepare(self) -> Plan | None:
         """Make the plan for the present state now, not in the first step."""
@@ -379,11 +391,62 @@ class Engine:
         return program
 
 
-def _open_on(wire: Wire, group: str | None) -> list[weakref.ref[Step]]:
+def _open_on(group: Any) -> list[weakref.ref[Step]]:
     """Return the steps that are open on a process group, in the order in which they began: a list to add to."""
-    line = _open.setdefault(live_group(group) if isinstance(wire, C10d) else wire, [])
+    line = _open.setdefault(group, [])
     line[:] = [entry for entry in line if (step := entry()) is not None and step.is_open]
     return line
+
+
+def fail_next(errors: Mapping[Engine, BaseException]) -> list[Engine]:
+    """Fail the next step of each engine because of an error, on all ranks. No step of theirs is open.
+
+    With weights, ranks fail whichever of the steps comes next on a process group, so the order does not matter. Others
+    are begun, so that the caller fails them in the order of the other ranks.
+
+    Returns:
+        Those whose step is open now.
+    """
+    lines: dict[Any, tuple[Vote, list[Engine]]] = {}
+    begun: list[Engine] = []
+    for engine in errors:
+        with suppress(RuntimeError):  # if a step cannot begin, no rank waits for this one
+            engine.refuse_after_failure()
+            vote = engine.vote_of_weights()
+            if vote is None:
+                engine.begin_to_fail()
+                begun.append(engine)
+            else:
+                lines.setdefault(engine.line_of(vote.groups[0]), (vote, []))[1].append(engine)
+    waiting = [_Refusal(vote, engines, errors[engines[0]]) for vote, engines in lines.values()]
+    while waiting:  # other ranks may come to these groups in any order
+        waiting = [refusal for refusal in waiting if not refusal.goes_on()]
+        sleep(POLL_SECONDS if waiting else 0)
+    return begun
+
+
+class _Refusal:
+    """The next steps of `engines`, which share a process group, as this rank fails them."""
+
+    def __init__(self, vote: Vote, engines: list[Engine], error: BaseException) -> None:
+        self._engines, self._error = engines, error
+        self._works = vote.refuse(error, len(engines))
+        self._work: Work | None = None
+
+    def goes_on(self) -> bool:
+        """Go on as far as other ranks are, and return True when all steps have ended."""
+        try:
+            while self._work is None or self._work.is_completed():
+                self._work = next(self._works)
+            return False
+        except StopIteration:
+            for engine in self._engines:
+                engine.begun, engine.failed_steps = engine.begun + 1, engine.failed_steps + 1
+        except RuntimeError as problem:
+            self._error.add_note(f"the other ranks could not be notified: {problem}")
+            for engine in self._engines:
+                engine.broken = self._error
+        return True
 
 
 class Engines:

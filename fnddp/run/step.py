@@ -15,7 +15,7 @@ from fnddp.core.tree import Leaves, is_inexact
 from fnddp.device import Device, Stream
 from fnddp.ir.program import Collective, Segment
 from fnddp.run.program import BoundSegment, Input, Program, UnexpectedGradient
-from fnddp.run.vote import Vote
+from fnddp.run.vote import StepFailedError, Vote
 from fnddp.show.trace import Observer, profiled
 from fnddp.torch_private import has_modes, is_held, is_profiling, without_autocast, without_modes
 from fnddp.wire.counter import count_payload
@@ -373,7 +373,7 @@ class Step:
             self._wait_all()
             self.broken = None if self._vote.explain(error) else error
             self._wait_for_side_stream()
-        except ValueError:  # all ranks end the step, since weights are invalid
+        except (ValueError, StepFailedError):  # all ranks end the step: weights are invalid, or one rank has none
             self.broken = None
         except RuntimeError as problem:
             error.add_note(f"the other ranks could not be notified: {problem}")
@@ -428,14 +428,15 @@ class Step:
         self.parts = []
 
     def _give_up_behind(self) -> None:
-        for entry in self._behind:
-            step = entry()
-            if step is not None and step.is_open:
-                step.give_up()
+        for step in self._open_behind():
+            step.give_up()
         self._behind = []
 
     def _open_ahead(self) -> "list[Step]":
         return [step for step in (entry() for entry in self._ahead) if step is not None and step.is_open]
+
+    def _open_behind(self) -> "list[Step]":
+        return [step for step in (entry() for entry in self._behind) if step is not None and step.is_open]
 
     # Weights
 
@@ -451,7 +452,7 @@ class Step:
         if self._scale is None and not self._must_rerun:
             self._weigh()
             assert self._vote is not None
-            scale = self._vote.scale()
+            scale = self._vote.scale(ends=1 + len([step for step in self._open_behind() if step._weight is not None]))
             self._scale = self._plain_scale if scale is None else scale
         return self._scale or 0.0
 
@@ -483,7 +484,7 @@ class Step:
         except CollectiveError as error:
             self.fail(error)
             raise
-        except ValueError as error:  # on all ranks, before any has sent a gradient
+        except (ValueError, StepFailedError) as error:  # on all ranks, before any has sent a gradient
             self.give_up(failed=True)
             if isinstance(self._program.wire, Elastic):
                 self._program.wire.report(error)

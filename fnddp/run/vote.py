@@ -57,17 +57,40 @@ class Vote:
         if self._wire.size(self._weight_group) > 1:
             self._start(self._device.of_host([weight.number], torch.float64), self._weight_group)
 
-    def scale(self) -> float | None:
+    def scale(self, ends: int = 1) -> float | None:
         """Return the factor of this rank's gradients. Raise as `numbers`, and a ValueError if all weights are zero."""
-        numbers = self.numbers()
+        numbers = self.numbers(ends)
         return None if numbers is None or self._weight is None else scale_of(self._weight.number, numbers)
 
-    def numbers(self) -> list[float] | None:
+    @property
+    def is_refusable(self) -> bool:
+        """True if a rank that fails before it has begun ends a step with weights here, whatever step it is.
+
+        Other steps go on to the vote: those that several groups vote on, and those on elastic wires. (On an
+        accelerator, where ranks do not wait for the vote, `numbers` raises a CollectiveError.)
+        """
+        return len(self.groups) == 1 and not self._device.is_asynchronous and not isinstance(self._wire, Elastic)
+
+    def refuse(self, error: BaseException, steps: int) -> Generator[Work]:
+        """Fail the next `steps` steps on the group, of any engines, because of `error`. Yield what it waits for."""
+        while steps > 0:
+            self.weigh(FAILED)
+            assert self._work is not None
+            yield self._work
+            with _named_failures("exchange their weights"):
+                has_peers = bool((self._gathered() != FAILED.number).any())
+            steps -= self._told(error, 1)[1] if has_peers else 1  # nobody waits for a reason where all have failed
+
+    def numbers(self, ends: int = 1) -> list[float] | None:
         """Wait for all weights and return them, in rank order; None if no rank gave one, or one has failed.
 
-        The vote reports a failure. (On an accelerator, where ranks do not wait for the vote, this raises instead.)
+        The vote reports a failure, unless the step `is_refusable`.
+
+        Args:
+            ends: The number of steps with weights that end with this one if another rank has failed.
 
         Raises:
+            StepFailedError: Another rank has failed, and all ranks raise.
             CollectiveError: A rank has died or left, or on an accelerator failed; the ranks are desynchronized.
             ValueError: On all ranks: one is invalid, or some ranks gave one and others none.
         """
@@ -85,6 +108,8 @@ class Vote:
         if FAILED.number in numbers:
             if self._device.is_asynchronous and self._weight != FAILED:
                 raise CollectiveError("another rank has failed in this step; see its own error")
+            if self.is_refusable:
+                raise StepFailedError(self._told(None, ends)[0])
             return None
         if all(number == NO_WEIGHT.number for number in numbers):
             return None
@@ -231,18 +256,22 @@ class Vote:
         raise AssertionError("all ranks gave a weight")
 
     def _explanation(self, error: BaseException | None) -> str:
+        return self._told(error, 1)[0]
+
+    def _told(self, error: BaseException | None, ends: int) -> tuple[str, int]:
+        """Return why ranks have failed, and how many steps end by that: the most of any rank."""
         reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
         reasons = [(rank(None) if dist.is_initialized() else None, reason)]
         with _named_failures(), self._device.selected():
             for group in self.groups:
-                told = gather_over(self._wire, reasons, group, self._device.device)
-                named = {(i if who is None else who, why) for i, some in enumerate(told) for who, why in some}
-                reasons = sorted(named, key=str)
+                told = gather_over(self._wire, (reasons, ends), group, self._device.device)
+                named = {(i if who is None else who, why) for i, (some, _) in enumerate(told) for who, why in some}
+                reasons, ends = sorted(named, key=str), max(ended for _, ended in told)
         failures = "; ".join(f"rank {rank} failed with {why}" for rank, why in reasons if why is not None)
         return (
             f"{failures}. State and parameters are unchanged on all ranks, and gradients are not synchronized: clear "
             "them and go on"
-        )
+        ), ends
 
 
 @contextmanager

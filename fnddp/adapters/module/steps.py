@@ -5,9 +5,10 @@ gradient of each parameter is taken in one of two ways: from `parameter.grad`, o
 `torch.autograd.grad`, from a hook before: autograd then gets a placeholder, which is filled at the end.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.hooks import FastPath, WeakHook, accumulates, asked_for, end_with_backward, fail_unfinished
+from fnddp.adapters.hooks import FastPath, Together, WeakHook, accumulates, asked_for, end_with_backward, in_order
 from fnddp.adapters.module.outputs import tensors_in
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
@@ -24,7 +25,7 @@ from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.state import describe
 from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
-from fnddp.run.engine import Engine
+from fnddp.run.engine import Engine, fail_next
 from fnddp.run.program import UnexpectedGradient
 from fnddp.run.step import Step, Synchronized, in_profile
 from fnddp.run.vote import StepFailedError
@@ -32,6 +33,12 @@ from fnddp.torch_private import current_backward, optimizers_in_backward
 from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import CollectiveError, Elastic
 from fnddp.wire.weights import Weight
+
+UNFINISHED = "its backward did not finish"
+
+# Modules in the order of their last forward: a backward of several reaches them in the opposite order.
+_forwarded: "weakref.WeakKeyDictionary[Steps, None]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 @dataclass(eq=False)
@@ -45,7 +52,7 @@ class _Backward:
         accumulates: True if the backward is known to accumulate gradients in all leaves that it reaches.
         sparse: Number of sparse dimensions of each sparse gradient, by parameter.
         ending: Returns None once it is known that the end of the backward will not come.
-        together: Engines with a step in this backward.
+        together: All steps in this backward.
         deferred: Parameters whose gradients wait for the end of the step.
         placeholders: Tensors that autograd got instead of gradients, to which means are written.
     """
@@ -56,7 +63,7 @@ class _Backward:
     accumulates: bool
     sparse: dict[str, int]
     ending: Callable[[], object]
-    together: list[Engine]
+    together: Together
     deferred: set[str] = field(default_factory=set[str])
     placeholders: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
@@ -91,6 +98,9 @@ class Steps:
         self._fast = FastPath()
         self._hooks: list[Any] = []
         self._early: dict[str, Any] = {}  # hooks of parameters that see gradients before they are accumulated
+        self._awaiting: tuple[Callable[[], object], Together | None] | None = (
+            None  # the backward that will reach this module
+        )
 
     def use(self, engine: Engine, trained: Trained, sparse: Collection[nn.Parameter], world: Membership) -> None:
         """Run the steps of `engine` from now on, for the gradients of these parameters.
@@ -154,6 +164,9 @@ class Steps:
         """
         self.may_step |= synchronizes
         self.is_armed, self._forward_weight = synchronizes and not is_functional, self.weight
+        with _lock:
+            _forwarded.pop(self, None)
+            _forwarded[self] = None
         if not self.is_armed or torch_private.is_transforming():
             return
         is_seen = False
@@ -200,10 +213,16 @@ class Steps:
         asked = asked_for(self.parameters)
         self._returns = bool(asked)
         step = self._begin(forward_weight)
-        task, ending = current_backward(), end_with_backward(self.engine, self._finish)
+        task, ending = current_backward(), end_with_backward(self.engine, self._finish, self.fail)
         self._backward = backward = _Backward(
             task, asked or set(), set(grads), asked is None, self._always_sparse.copy(), *ending
         )
+        with _lock:
+            others = [steps for steps in reversed([*_forwarded]) if steps is not self and steps.is_armed]
+        for other in others:
+            if not other.engine.is_open and asked_for(other.parameters) != set():
+                other._awaiting = ending
+                ending[1].awaited.setdefault(other.engine, other.fail)
         kept = grads.keys() - self.unsynchronized - {accumulated}
         sums = bool(kept) and "sum" in self.engine.sync.ops
         again = [name for name in grads if sums and name in kept and grads[name].any()]
@@ -235,6 +254,7 @@ class Steps:
 
     def _begin(self, forward_weight: Weight | None) -> Step:
         self.require_same_world()
+        LEFT_OUT.end()
         self._weight = self.weight or forward_weight
         with self.log.errors():
             return self.engine.begin(weight=self._weight, scale=self.scale)
@@ -384,7 +404,7 @@ class Steps:
         self.log.backward_ends()
         was_armed, backward, step = self.is_armed, self._backward, self.engine.step
         if backward is None or step is None:  # it has failed with the step of another engine
-            self._close()
+            self.close()
             self.settle_on(is_committed=False)
             return
         try:
@@ -415,7 +435,7 @@ class Steps:
                 self.settle_on(is_committed=False)
                 return
             raise
-        self._close()
+        self.close()
         placeholders = backward.placeholders
         is_empty = len(done.unused) == len(self.parameters)  # no parameter had a gradient on any rank
         # A backward may follow through gradients of inputs, or with create_graph of parameters: it synchronizes, too.
@@ -508,36 +528,54 @@ class Steps:
         Raises:
             RuntimeError: After this step, or an earlier one, ranks may be desynchronized.
         """
+        LEFT_OUT.end()
+        self._fail_awaited(RuntimeError(UNFINISHED))
         if self.engine.is_open:
             self._fail_unfinished()
         self._fast.close()  # of a step that failed with another one's
         self.engine.refuse_after_failure()
 
     def leave_out(self, error: BaseException) -> None:
-        """End the step that is open or comes next because of `error`, on all ranks, so that none waits for it."""
-        with suppress(RuntimeError):  # if the step cannot begin, no rank waits for this one
-            self.engine.fail_next(error)
-        self._close()
+        """End the step that is open or comes next because of `error`, on all ranks, so that none waits for this one.
+
+        Within weight blocks when the outermost one ends: the error may leave out the steps of all of their modules.
+        """
+        if not self._fail_awaited(error):
+            LEFT_OUT.steps[self] = error
+            if not LEFT_OUT.blocks:
+                LEFT_OUT.end()
+        self.close()
+
+    def _fail_awaited(self, error: BaseException) -> bool:
+        """Fail the steps of a backward that has raised before it has reached this module; return False if none has."""
+        (has_ended, together), self._awaiting = self._awaiting or (lambda: self, None), None
+        if together is None or has_ended() is not None or self.engine not in together.awaited:
+            return False
+        together.fail(error)
+        return True
 
     def fail(self, error: BaseException) -> None:
         self.engine.fail(error)
         if self._backward is not None:
             for name in self._backward.deferred - self._backward.added_to:  # unsynchronized: drop it
                 self.parameters[name].grad = None
-        self._close()
+        self.close()
 
     def _stop(self, message: str) -> NoReturn:
         """Raise an error, which ends an open step."""
         error = RuntimeError(f"{OWNER}: {message}")
+        if self._backward is not None:
+            self._backward.together.fail(error)
         self.fail(error)
         raise error
 
     def _fail_unfinished(self) -> None:
+        error = RuntimeError(UNFINISHED)
         if self._backward is not None:
-            fail_unfinished(self.engine, self._backward.together)
-        self.fail(RuntimeError("its backward did not finish"))
+            self._backward.together.fail(error)
+        self.fail(error)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         self.is_armed, self._backward = False, None
         self._fast.close()
         for hook in self._early.values():
@@ -576,6 +614,30 @@ class Steps:
         except BaseException as error:
             self.fail(error)
             raise
+
+
+class LeftOut(threading.local):
+    """The modules whose steps an error has left out, in this thread.
+
+    Attributes:
+        blocks: The number of weight blocks that it is in.
+        steps: Those modules, with the error.
+    """
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.steps: dict[Steps, BaseException] = {}
+
+    def end(self) -> None:
+        """End all of these steps, on all ranks, in whatever order the other ranks run them."""
+        steps, self.steps = self.steps, {}
+        fail_next({each.engine: error for each, error in steps.items() if not each.engine.is_open})
+        error_of = {each.engine: error for each, error in steps.items() if each.engine.is_open}
+        for engine in in_order(error_of):
+            engine.fail(error_of[engine])
+
+
+LEFT_OUT = LeftOut()
 
 
 def _cannot_skip(sync: Sync, asking: str) -> str:

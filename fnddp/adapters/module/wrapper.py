@@ -17,7 +17,7 @@ from fnddp import torch_private
 from fnddp.adapters.module.gate import gated, is_differentiated
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Slots, Trained, sparse_parameters
-from fnddp.adapters.module.steps import Steps
+from fnddp.adapters.module.steps import LEFT_OUT, Steps
 from fnddp.adapters.reentrant import refuse_reentrant_checkpoints
 from fnddp.adapters.torch_compat import arguments
 from fnddp.adapters.torch_compat.log import Log, environment, parameter_facts
@@ -269,6 +269,7 @@ class DistributedDataParallel(TorchNames):
         self._require_weighted_parts(count)
         steps.weight, steps.may_step, begun = Weight.of(count), False, self._engine.begun
         is_for_steps = torch.is_grad_enabled()  # and not for a forward alone
+        LEFT_OUT.blocks += 1
         try:
             yield
             if is_for_steps and self._engine.begun == begun and not steps.may_step:
@@ -283,6 +284,9 @@ class DistributedDataParallel(TorchNames):
             raise
         finally:
             steps.weight = None
+            LEFT_OUT.blocks -= 1
+            if not LEFT_OUT.blocks:
+                LEFT_OUT.end()
 
     def _require_weighted_parts(self, count: float) -> None:
         """Raise a RuntimeError, on all ranks, if a wrapped part's steps would not have the weight of the module's."""
@@ -292,8 +296,12 @@ class DistributedDataParallel(TorchNames):
                 f"{OWNER}: the weight {Weight.of(count).text} is that of the module alone, and parts of it are wrapped "
                 "themselves; give each its weight first: with model.module.part.weight(n), model.weight(n): ..."
             )
-            for steps in sorted((each._steps for each in (self, *parts)), key=lambda steps: steps.engine.number):
-                steps.leave_out(error)  # in the order in which other ranks end theirs
+            LEFT_OUT.blocks += 1  # so that they end together, whatever their order on other ranks
+            for each in (self, *parts):
+                each._steps.leave_out(error)
+            LEFT_OUT.blocks -= 1
+            if not LEFT_OUT.blocks:
+                LEFT_OUT.end()
             raise error
 
     def state_dict(self, *args: Any, sync_state: bool = False, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]

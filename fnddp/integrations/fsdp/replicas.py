@@ -170,7 +170,7 @@ class Replicas(PipelineHandle):
 
     def _end(self, part: Reduction | None) -> None:
         if torch_private.is_within_backward():  # queued again, behind FSDP's own callbacks
-            end_with_backward(self._engine, lambda: self._finish(part))
+            end_with_backward(self._engine, lambda: self._finish(part), self._engine.fail)
         else:
             self._finish(part)
 
