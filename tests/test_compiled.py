@@ -1,4 +1,4 @@
-"""A step that torch.compile has compiled whole gives the numbers of an eager one, on each rank."""
+"""Steps and segments of plans that torch.compile has compiled give the numbers of eager ones, on each rank."""
 
 import pytest
 import torch
@@ -18,16 +18,30 @@ FIRST_RING = [
 TRACED = [text for text in EXAMPLES.values() if fnddp.parse(text).traceable]
 
 
+def assert_alike(sync: fnddp.Sync, got: object, want: object) -> None:
+    """Inductor's products and sums differ from eager ones in their last bits."""
+    for each, expected in zip(flatten_any(got)[0], flatten_any(want)[0], strict=True):
+        if isinstance(each, Tensor):
+            torch.testing.assert_close(each, expected, rtol=1e-3, atol=1e-4)
+    mean, _ = got  # pyright: ignore[reportGeneralTypeIssues]
+    for name, each in mean.items():
+        if sync.agrees and each is not None:
+            assert torch.equal(*gather(each)), name
+
+
+def inputs_of(rank: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(rank)
+    shapes = {"weight": (30, 20), "bias": (317,)}
+    return {name: torch.randn(*shape, generator=random) for name, shape in shapes.items()}
+
+
 @pytest.mark.parametrize(
     "text",
     [*FIRST_RING, *(pytest.param(text, marks=pytest.mark.thorough) for text in TRACED)],
 )
 @on_ranks(2)
 def test_compiled_equals_eager(rank: int, text: str) -> None:
-    sync = fnddp.parse(text)
-    random = torch.Generator().manual_seed(rank)
-    shapes = {"weight": (30, 20), "bias": (317,)}
-    inputs = {name: torch.randn(*shape, generator=random) for name, shape in shapes.items()}
+    sync, inputs = fnddp.parse(text), inputs_of(rank)
 
     def step(inputs: dict[str, Tensor], state: object, i: Tensor) -> object:
         return sync({name: x * i for name, x in inputs.items()}, state)
@@ -38,12 +52,18 @@ def test_compiled_equals_eager(rank: int, text: str) -> None:
     for i in (1, 2, 4):
         expected, eager_state = step(inputs, eager_state, torch.tensor(float(i)))
         mean, compiled_state = compiled(inputs, compiled_state, torch.tensor(float(i)))
-        # Inductor's products and sums differ from eager ones in their last bits.
-        for got, want in zip(
-            flatten_any((mean, compiled_state))[0], flatten_any((expected, eager_state))[0], strict=True
-        ):
-            if isinstance(got, Tensor):
-                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
-        for name, each in mean.items():
-            if sync.agrees and each is not None:
-                assert torch.equal(*gather(each)), name
+        assert_alike(sync, (mean, compiled_state), (expected, eager_state))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("text", FIRST_RING)
+@on_ranks(2)
+def test_plans_for_inductor_equal_eager(rank: int, text: str) -> None:
+    sync, inputs = fnddp.parse(text), inputs_of(rank)
+    compiled = fnddp.jit(sync, backend="inductor")
+    eager_state = compiled_state = sync.init(inputs)
+    for i in (1, 2, 4):
+        gradients = {name: x * i for name, x in inputs.items()}
+        expected, eager_state = sync(gradients, eager_state)
+        mean, compiled_state = compiled(gradients, compiled_state)
+        assert_alike(sync, (mean, compiled_state), (expected, eager_state))

@@ -1,12 +1,32 @@
 """Operations of which a compiler makes something else, in a form that it cannot change.
 
-Eager, they are a view, a cast and a product. While torch.compile traces, the first two are operators of their own.
+Eager, they are a view, a cast and a product. While torch.compile traces, or a plan is traced for a compiler, the first
+two are operators of their own.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_is_for_compiler: ContextVar[bool] = ContextVar("_is_for_compiler", default=False)
+
+
+@contextmanager
+def for_compiler(enabled: bool = True) -> Generator[None]:
+    """Use the forms that a compiler cannot change, in what a block traces; nothing, if not `enabled`."""
+    token = _is_for_compiler.set(enabled)
+    try:
+        yield
+    finally:
+        _is_for_compiler.reset(token)
+
+
+def _is_compiled() -> bool:
+    return torch.compiler.is_compiling() or _is_for_compiler.get()
 
 
 def shortened(x: Tensor, n: int) -> Tensor:
@@ -20,7 +40,7 @@ def shortened(x: Tensor, n: int) -> Tensor:
     """
     if n == x.shape[-1]:
         return x
-    return SHORTENED(x, n) if torch.compiler.is_compiling() else x[..., :n]
+    return SHORTENED(x, n) if _is_compiled() else x[..., :n]
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -31,7 +51,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     >>> rounded(torch.tensor(1 / 3), torch.bfloat16)
     tensor(0.3340, dtype=torch.bfloat16)
     """
-    return ROUNDED(x, dtype) if torch.compiler.is_compiling() and x.dtype != dtype else x.to(dtype)
+    return ROUNDED(x, dtype) if x.dtype != dtype and _is_compiled() else x.to(dtype)
 
 
 def product(x: Tensor, factor: int) -> Tensor:
@@ -42,7 +62,7 @@ def product(x: Tensor, factor: int) -> Tensor:
     >>> product(torch.tensor([1 << 30, 3], dtype=torch.int32), 5)
     tensor([1073741824,         15], dtype=torch.int32)
     """
-    if x.dtype == torch.int32 and torch.compiler.is_compiling():
+    if x.dtype == torch.int32 and _is_compiled():
         return (x.to(torch.int64) * factor).to(torch.int32)
     return x * factor
 

@@ -166,6 +166,7 @@ class Traces:
     def _is_for(last: Draft, request: Request, sizes: Mapping[str | None, int]) -> bool:
         buckets, dropped = last.request.buckets, last.request.dropped
         is_alike = not last.is_by_bucket or (buckets, dropped) == (request.buckets, request.dropped)
+        is_alike &= last.request.backend == request.backend
         return is_alike and last.phase.holds_for(request.state, sizes)
 
     def plan(self, request: Request) -> Plan:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fnddp.core import tree
+from fnddp.core.opaque import for_compiler
 from fnddp.core.sync import groups_of, parts_of, require_means
 from fnddp.device import device_of
 from fnddp.ir.plan_data import Phase
@@ -254,6 +255,7 @@ def trace(request: Request) -> Draft:
             without_autocast(),
             torch.no_grad(),
             refusing_compiled(),
+            for_compiler(request.backend is not None),
             fakes.mode,
             recorder,
             within(world),
