@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, partial, reduce
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -614,15 +614,15 @@ class FSDPGroup:
     @property
     def gathered_dtype(self) -> torch.dtype:
         """The dtype in which the parameters are gathered; torch.uint8 where they have several."""
-        dtypes = {self._group.mp_policy.param_dtype or each.dtype for each in self.parameters}
+        dtypes = {each.mp_policy.param_dtype or each.sharded_param.dtype for each in self._group.fsdp_params}
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     @property
     def reduced_dtype(self) -> torch.dtype:
-        """The dtype of the buffer in which gradients are reduced."""
-        policy, parameters = self._group.mp_policy, self.parameters
-        own = next((each.dtype for each in parameters if each.requires_grad), parameters[0].dtype)
-        return policy.reduce_dtype or policy.param_dtype or own
+        """The dtype of the buffer in which gradients are reduced, if all parameters have one."""
+        every = self._group.fsdp_params
+        trained = [each for each in every if each.sharded_param.requires_grad] or every[:1]
+        return reduce(torch.promote_types, map(_reduced_dtype, trained))
 
     @property
     def reduces(self) -> bool:
@@ -658,9 +658,21 @@ class FSDPGroup:
     def before_reduction(self, note: Callable[[list[int]], None]) -> None:
         """Call `note` with the positions of the parameters that have a gradient, before they are reduced.
 
-        The reduce-scatter itself sees one flat buffer of those.
+        The reduce-scatter itself sees one flat buffer of those, in this order.
         """
-        group, reduce = self._group, self._group.post_backward
+        group = self._group
+        if hasattr(group, "_take_unsharded_grads_to_reduce"):  # from torch 2.15, which sorts them by dtype
+            positions = {each: position for position, each in enumerate(group.fsdp_params)}
+            take = group._take_unsharded_grads_to_reduce
+
+            def take_unsharded_grads_to_reduce() -> Any:
+                taken = take()
+                note([positions[each] for each in taken[0]])
+                return taken
+
+            group._take_unsharded_grads_to_reduce = take_unsharded_grads_to_reduce
+            return
+        reduce_all = group.post_backward
 
         def has_gradient(each: Any) -> bool:
             if not hasattr(each, "_unsharded_param"):
@@ -671,9 +683,16 @@ class FSDPGroup:
         def post_backward(*unused: Any) -> None:
             if group.reduce_grads:
                 note([position for position, each in enumerate(group.fsdp_params) if has_gradient(each)])
-            reduce(*unused)
+            reduce_all(*unused)
 
         group.post_backward = post_backward
+
+
+def _reduced_dtype(parameter: Any) -> torch.dtype:
+    policy, sharded = parameter.mp_policy, parameter.sharded_param
+    if hasattr(parameter, "unsharded_grad_dtype"):  # from torch 2.15: not that of computing
+        return policy.reduce_dtype or grad_dtype(sharded)
+    return policy.reduce_dtype or policy.param_dtype or sharded.dtype
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
@@ -703,12 +722,16 @@ def after_reductions(model: nn.Module, callback: Callable[[], object]) -> None:
     """
     for module, _ in fsdp_groups(model).values():
         state = module._get_fsdp_state()
+        # The second one, from torch 2.15, stands for the first where users end backwards themselves.
+        for ending in ("_root_post_backward_final_callback", "finalize_backward"):
+            original = getattr(state, ending, None)
+            if original is not None:
+                setattr(state, ending, partial(_then, callback, original))
 
-        def end(original: Callable[[], object] = state._root_post_backward_final_callback) -> None:
-            original()
-            callback()
 
-        state._root_post_backward_final_callback = end
+def _then(callback: Callable[[], object], original: Callable[..., object], **options: Any) -> None:
+    original(**options)
+    callback()
 
 
 def _groups_of(state: Any) -> list[Any]:
