@@ -589,10 +589,12 @@ class FSDPGroup:
         shards: The process group of the shards; None for `replicate`, which has none.
         replicas: That of HSDP's replicas; None without any.
         device: Where FSDP computes.
+        module: What `fully_shard` was called with, or the first of several.
     """
 
-    def __init__(self, group: Any, root: Any = None) -> None:
+    def __init__(self, group: Any, module: nn.Module, root: Any = None) -> None:
         self._group, self._root = group, root  # and the state of the model, if it is the model's own group
+        self.module = module
         self.shapes: list[torch.Size] = [each._orig_size for each in group.fsdp_params]
         self.dims: list[int] = [each.fsdp_placement.dim for each in group.fsdp_params]
         self.shards: dist.ProcessGroup | None = getattr(group.mesh_info, "shard_process_group", None)
@@ -638,6 +640,19 @@ class FSDPGroup:
     def reduce_scatter(self) -> object:
         """The object that reduces its gradients."""
         return self._group._reduce_scatter_comm
+
+    def reduce_with(self, reduce_scatter: object, divisor: float) -> None:
+        """Let `reduce_scatter` add gradients up, and FSDP divide sums by `divisor`.
+
+        The setters of a module refuse one with several groups, whose collectives differ. They set these attributes.
+        """
+        self._group._reduce_scatter_comm = reduce_scatter
+        self._group.gradient_divide_factor = divisor
+        self._group.force_sum_reduction_for_comms = True
+
+    def gather_with(self, all_gather: object) -> None:
+        """Let `all_gather` gather the parameters, as `reduce_with` does for gradients."""
+        self._group._all_gather_comm = all_gather
 
     @property
     def custom_comms(self) -> list[str]:
@@ -711,7 +726,8 @@ def fsdp_groups(model: nn.Module) -> dict[str, tuple[Any, list[FSDPGroup]]]:
             found.setdefault(cast("Any", module)._get_fsdp_state(), (name, module))
     groups: dict[str, tuple[Any, list[FSDPGroup]]] = {}
     for state, (name, module) in found.items():
-        groups[name] = module, [FSDPGroup(each, state if module is model else None) for each in _groups_of(state)]
+        root = state if module is model else None
+        groups[name] = module, [FSDPGroup(each, module, root) for each in _groups_of(state)]
     return groups
 
 

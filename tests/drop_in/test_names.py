@@ -58,9 +58,8 @@ OF_BUCKETS = {  # which are a plan's: dtypes share one, and it is never made ane
 
 def test_arguments_are_torchs_and_three_more():
     """Those of the newest torch; an older one lacks the last ones."""
-    ours, theirs = (
-        [(p.name, str(p.default), p.kind) for p in inspect.signature(cls).parameters.values()] for cls in (DDP, TorchDDP)
-    )
+    signatures = (inspect.signature(cls).parameters.values() for cls in (DDP, TorchDDP))
+    ours, theirs = ([(p.name, p.default, p.kind) for p in each] for each in signatures)
     *positional, sync, wire, backend = ours
     assert [sync[0], wire[0], backend[0]] == ["sync", "wire", "backend"]
     known = {name for name, *_ in positional}
