@@ -308,14 +308,15 @@ def _by_unit(
     owner = {name: pattern for pattern, part in sync.split(leaves).items() for name in part}
     chosen: dict[str, Sync | None] = {}
     for unit, (names, _) in found.items():
-        first, *others = {owner[name]: name for name in names}.items()
-        if others:
+        pattern = owner[names[0]]
+        other = next((name for name in names if owner[name] != pattern), None)
+        if other is not None:
             raise TypeError(
-                f"compress_shards: {what}: FSDP sends {first[1]!r} and {others[0][1]!r} together, and they match "
-                f"{first[0]!r} and {others[0][0]!r}; call fully_shard on one of their modules before, or give it a "
-                "mesh of its own in shard_placement_fn"
+                f"compress_shards: {what}: FSDP sends {names[0]!r} and {other!r} together, and they match {pattern!r} "
+                f"and {owner[other]!r}; call fully_shard on one of their modules before, or give it a mesh of its own "
+                "in shard_placement_fn"
             )
-        chosen[unit] = dict(sync.rules)[first[0]]
+        chosen[unit] = dict(sync.rules)[pattern]
     return chosen
 
 
