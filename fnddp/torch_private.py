@@ -627,6 +627,11 @@ class FSDPGroup:
         return reduce(torch.promote_types, map(_reduced_dtype, trained))
 
     @property
+    def reducing(self) -> dist.ProcessGroup | None:
+        """The group that reduces gradients: `shards`, or that of `set_separate_reduce_scatter_group`, of its ranks."""
+        return getattr(self._group.mesh_info, "reduce_scatter_process_group", None) or self.shards
+
+    @property
     def reduces(self) -> bool:
         """True if the next backward reduces its gradients: see `set_requires_gradient_sync`."""
         return self._group.reduce_grads

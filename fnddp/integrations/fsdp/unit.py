@@ -184,7 +184,7 @@ class Unit:
         if self._present not in self._pipelines:
             assert self.gradients is not None
             rows = self._rows_of(self._present)
-            carrier = to_owners(self.group, self.name, rows)
+            carrier = to_owners(group_name(self.fsdp.reducing), self.name, rows)
             self._pipelines[self._present] = _with_carrier(self.gradients, carrier), rows
         return self._pipelines[self._present]
 
