@@ -252,6 +252,7 @@ def compress_shards(model: nn.Module, gradients: Pipeline = None, weights: Pipel
 def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, others: Sequence[Group] = ()) -> Shards:
     """Run `compress_shards`; an error on one rank is raised in the groups `others`, too."""
     made: list[tuple[Shards, Reductions]] = []
+    within: dict[str, list[str | None]] = {}
 
     def set_up() -> dict[str, str]:
         read = [fitting(what, sync) for what, sync in (("gradients", gradients), ("weights", weights))]
@@ -263,15 +264,18 @@ def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, othe
         states: dict[str, State] = {} if read[0] is None else {unit.name: unit.init() for unit in units}
         reductions = Reductions(units, states, Ends(model))
         made.append((Shards(model, reductions, *read), reductions))
-        lines = [line for unit in units for line in unit.describe().items()]
-        return {"gradients": repr(read[0]), "weights": repr(read[1]), **dict(lines)}
+        lines: dict[str, str] = {}
+        for unit in units:  # ranks of other experts have other parameters
+            lines |= unit.describe()
+            within.update(dict.fromkeys(unit.describe(), unit.groups))
+        return {"gradients": repr(read[0]), "weights": repr(read[1]), **lines}
 
     modules = fsdp_groups(model)
     for module, _ in modules.values():  # the last forward may have left weights whole
         module.reshard()
     every = [group for _, groups in modules.values() for group in groups]
     groups = [of for group in every for of in (group.shards, group.replicas) if of is not None]
-    agree_over(set_up, dict.fromkeys(map(group_name, groups)) or [None], others)
+    agree_over(set_up, dict.fromkeys(map(group_name, groups)) or [None], others, within)
     shards, reductions = made[-1]
     for unit in reductions.units:
         if unit.n > 1 and shards.gradients is not None:  # to one owner FSDP sends nothing, and scales by itself
