@@ -1,7 +1,19 @@
-"""Integrations whose peer is not installed have no doctests: they cannot be imported. `fnddp[test]` brings them all."""
+"""What doctests and tests share; integrations whose peer is not installed cannot be imported, and have no doctests."""
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 
-_PEERS = {"huggingface.py": "accelerate", "lightning.py": "lightning", "torchft.py": "torchft"}
+import pytest
+import torch.distributed as dist
+
+_PEERS = {"huggingface.py": "accelerate", "lightning.py": "lightning", "torchft.py": "torchft"}  # in `fnddp[test]`
 
 collect_ignore_glob = [f"fnddp/integrations/{files}" for files, peer in _PEERS.items() if find_spec(peer) is None]
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """Let a test that fails leave no process group to those behind it."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, partial, reduce
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -589,10 +589,12 @@ class FSDPGroup:
         shards: The process group of the shards; None for `replicate`, which has none.
         replicas: That of HSDP's replicas; None without any.
         device: Where FSDP computes.
+        module: What `fully_shard` was called with, or the first of several.
     """
 
-    def __init__(self, group: Any, root: Any = None) -> None:
+    def __init__(self, group: Any, module: nn.Module, root: Any = None) -> None:
         self._group, self._root = group, root  # and the state of the model, if it is the model's own group
+        self.module = module
         self.shapes: list[torch.Size] = [each._orig_size for each in group.fsdp_params]
         self.dims: list[int] = [each.fsdp_placement.dim for each in group.fsdp_params]
         self.shards: dist.ProcessGroup | None = getattr(group.mesh_info, "shard_process_group", None)
@@ -614,15 +616,20 @@ class FSDPGroup:
     @property
     def gathered_dtype(self) -> torch.dtype:
         """The dtype in which the parameters are gathered; torch.uint8 where they have several."""
-        dtypes = {self._group.mp_policy.param_dtype or each.dtype for each in self.parameters}
+        dtypes = {each.mp_policy.param_dtype or each.sharded_param.dtype for each in self._group.fsdp_params}
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     @property
     def reduced_dtype(self) -> torch.dtype:
-        """The dtype of the buffer in which gradients are reduced."""
-        policy, parameters = self._group.mp_policy, self.parameters
-        own = next((each.dtype for each in parameters if each.requires_grad), parameters[0].dtype)
-        return policy.reduce_dtype or policy.param_dtype or own
+        """The dtype of the buffer in which gradients are reduced, if all parameters have one."""
+        every = self._group.fsdp_params
+        trained = [each for each in every if each.sharded_param.requires_grad] or every[:1]
+        return reduce(torch.promote_types, map(_reduced_dtype, trained))
+
+    @property
+    def reducing(self) -> dist.ProcessGroup | None:
+        """The group that reduces gradients: `shards`, or that of `set_separate_reduce_scatter_group`, of its ranks."""
+        return getattr(self._group.mesh_info, "reduce_scatter_process_group", None) or self.shards
 
     @property
     def reduces(self) -> bool:
@@ -638,6 +645,19 @@ class FSDPGroup:
     def reduce_scatter(self) -> object:
         """The object that reduces its gradients."""
         return self._group._reduce_scatter_comm
+
+    def reduce_with(self, reduce_scatter: object, divisor: float) -> None:
+        """Let `reduce_scatter` add gradients up, and FSDP divide sums by `divisor`.
+
+        The setters of a module refuse one with several groups, whose collectives differ. They set these attributes.
+        """
+        self._group._reduce_scatter_comm = reduce_scatter
+        self._group.gradient_divide_factor = divisor
+        self._group.force_sum_reduction_for_comms = True
+
+    def gather_with(self, all_gather: object) -> None:
+        """Let `all_gather` gather the parameters, as `reduce_with` does for gradients."""
+        self._group._all_gather_comm = all_gather
 
     @property
     def custom_comms(self) -> list[str]:
@@ -658,9 +678,21 @@ class FSDPGroup:
     def before_reduction(self, note: Callable[[list[int]], None]) -> None:
         """Call `note` with the positions of the parameters that have a gradient, before they are reduced.
 
-        The reduce-scatter itself sees one flat buffer of those.
+        The reduce-scatter itself sees one flat buffer of those, in this order.
         """
-        group, reduce = self._group, self._group.post_backward
+        group = self._group
+        if hasattr(group, "_take_unsharded_grads_to_reduce"):  # from torch 2.15, which sorts them by dtype
+            positions = {each: position for position, each in enumerate(group.fsdp_params)}
+            take = group._take_unsharded_grads_to_reduce
+
+            def take_unsharded_grads_to_reduce() -> Any:
+                taken = take()
+                note([positions[each] for each in taken[0]])
+                return taken
+
+            group._take_unsharded_grads_to_reduce = take_unsharded_grads_to_reduce
+            return
+        reduce_all = group.post_backward
 
         def has_gradient(each: Any) -> bool:
             if not hasattr(each, "_unsharded_param"):
@@ -671,9 +703,16 @@ class FSDPGroup:
         def post_backward(*unused: Any) -> None:
             if group.reduce_grads:
                 note([position for position, each in enumerate(group.fsdp_params) if has_gradient(each)])
-            reduce(*unused)
+            reduce_all(*unused)
 
         group.post_backward = post_backward
+
+
+def _reduced_dtype(parameter: Any) -> torch.dtype:
+    policy, sharded = parameter.mp_policy, parameter.sharded_param
+    if hasattr(parameter, "unsharded_grad_dtype"):  # from torch 2.15: not that of computing
+        return policy.reduce_dtype or grad_dtype(sharded)
+    return policy.reduce_dtype or policy.param_dtype or sharded.dtype
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
@@ -692,7 +731,8 @@ def fsdp_groups(model: nn.Module) -> dict[str, tuple[Any, list[FSDPGroup]]]:
             found.setdefault(cast("Any", module)._get_fsdp_state(), (name, module))
     groups: dict[str, tuple[Any, list[FSDPGroup]]] = {}
     for state, (name, module) in found.items():
-        groups[name] = module, [FSDPGroup(each, state if module is model else None) for each in _groups_of(state)]
+        root = state if module is model else None
+        groups[name] = module, [FSDPGroup(each, module, root) for each in _groups_of(state)]
     return groups
 
 
@@ -703,12 +743,16 @@ def after_reductions(model: nn.Module, callback: Callable[[], object]) -> None:
     """
     for module, _ in fsdp_groups(model).values():
         state = module._get_fsdp_state()
+        # The second one, from torch 2.15, stands for the first where users end backwards themselves.
+        for ending in ("_root_post_backward_final_callback", "finalize_backward"):
+            original = getattr(state, ending, None)
+            if original is not None:
+                setattr(state, ending, partial(_then, callback, original))
 
-        def end(original: Callable[[], object] = state._root_post_backward_final_callback) -> None:
-            original()
-            callback()
 
-        state._root_post_backward_final_callback = end
+def _then(callback: Callable[[], object], original: Callable[..., object], **options: Any) -> None:
+    original(**options)
+    callback()
 
 
 def _groups_of(state: Any) -> list[Any]:

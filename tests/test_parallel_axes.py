@@ -4,6 +4,7 @@ Pipelines, contexts and experts have no such peer: against one process on the po
 """
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +14,16 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fnddp
-from fnddp import all_reduce, none, partition
+from fnddp import StepFailedError, all_reduce, none, partition
 from fnddp.distributed import AllGatherGrad
+from fnddp.integrations.checkpoint import load, save
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
+from fnddp.laws import bits
 from tests.peers import everyones
 from tests.ranks import on_ranks
 from tests.sharded import gathered, local, loss, meshes, train
@@ -252,8 +256,134 @@ def test_experts_of_fsdp_have_shards_of_their_own(rank: int, text: str) -> None:
     for name, p in model.named_parameters():
         expected = want[name.replace("expert.0", f"expert.{own}")]
         torch.testing.assert_close(p.full_tensor(), expected, rtol=1e-4, atol=5e-3 if lossy else 1e-6)
-    with pytest.raises(TypeError, match=r"divide the loss by the tokens of all ranks"), handle.weight(3):
-        pass
+
+
+def in_one_module(mesh: DeviceMesh, divisor: float) -> Any:
+    """Two experts that are sharded over two ranks each, and the rest of their module over all four, by one call."""
+    block = Mixture(2, mesh["expert"])
+    of_experts = _fsdp_common.ShardPlacementResult(None, _fsdp_common.FSDPMeshInfo(mesh["expert_shard"], 0))
+    experts = {*block.expert.parameters()}
+    whole = mesh._flatten("all")
+    fully_shard(block, mesh=whole, shard_placement_fn=lambda p: of_experts if p in experts else None)
+    torch.manual_seed(1)
+    model: Any = fully_shard(nn.Sequential(nn.Linear(8, 8), block), mesh=whole)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(divisor)
+    return model
+
+
+def in_one_process() -> nn.Module:
+    block = Mixture(2, None)
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 8), block)
+
+
+def assert_trained(model: nn.Module, want: dict[str, Tensor], own: int, tolerance: float) -> None:
+    for name, p in model.named_parameters():
+        expected = want[name.replace("expert.0", f"expert.{own}")]
+        torch.testing.assert_close(p.full_tensor(), expected, rtol=1e-4, atol=tolerance, msg=name)
+
+
+def grads_by_name(plain: nn.Module, mesh: DeviceMesh) -> list[Tensor]:
+    """The gradients of one process, of the experts that this rank has."""
+    other = f"expert.{1 - mesh.get_local_rank('expert')}"
+    return [p.grad for name, p in plain.named_parameters() if p.grad is not None and other not in name]
+
+
+has_groups = pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="in torch 2.11 parameters of a module have one mesh"
+)
+TWO_SHOT, LOSSY = "two_shot", "error_feedback(quantize(two_shot))"
+
+
+@has_groups
+@pytest.mark.parametrize(
+    ("gradients", "weights"),
+    [
+        (TWO_SHOT, "allgather"),
+        ({"*.expert.*": LOSSY, "*": TWO_SHOT}, {"*.expert.*": "ef21(quantize(allgather))", "*": "allgather"}),
+        ({"*.expert.*": TWO_SHOT, "*": LOSSY}, None),
+    ],
+    ids=["plain", "experts", "rest"],
+)
+@on_ranks(4)
+def test_meshes_of_one_module_have_pipelines_of_their_own(rank: int, gradients: Any, weights: Any) -> None:
+    """2 expert-parallel x 2 shards, the rest over four: one process on the pooled batch, and the bytes of the plan."""
+    mesh = meshes(2, 2, names="expert_shard expert")
+    model, plain = in_one_module(mesh, 1.0), in_one_process()
+    handle = compress_shards(model, gradients, weights)
+    want = trained_alike(rank, model, plain)
+    assert_trained(model, want, mesh.get_local_rank("expert"), 1e-6 if gradients == TWO_SHOT else 5e-3)
+    assert [*handle.traffic] == ["", "1[0]", "1[1]"]
+    assert [(axis.name, axis.ranks) for axis in handle.plan.axes] == [
+        *(("gradients", 4), ("gradients", 2), ("weights", 4), ("weights", 2))
+    ]
+    by_mesh = [axis.pipeline for axis in handle.plan.axes[:2]]
+    assert (by_mesh[0] == by_mesh[1]) == (gradients == TWO_SHOT)
+    bare = nn.Sequential(nn.Linear(8, 8), Mixture(2, mesh["expert"]))
+    with torch.no_grad():
+        for p, other in zip(model.parameters(), bare.parameters(), strict=True):
+            p.to_local().add_(1e-4)  # so that differences of weights are sent
+            other.copy_(p.full_tensor())
+    counted: list[int] = []
+    for each in (model, bare):
+        with fnddp.WireCounter() as counter:
+            loss(each, torch.ones(3, 8)).backward()
+        counted.append(counter.wire_bytes)
+    assert counted[0] == counted[1] + sum(axis.wire_bytes for axis in handle.plan.axes)  # tokens travel in both
+
+
+@has_groups
+@on_ranks(4)
+def test_weights_of_tokens_on_two_meshes(rank: int) -> None:
+    """Ranks whose tokens go to the same experts give one weight, the number of these; others are named errors."""
+    mesh = meshes(2, 2, names="expert_shard expert")
+    model, plain = in_one_module(mesh, 4.0), in_one_process()
+    handle = compress_shards(model, {"*.expert.*": LOSSY, "*": TWO_SHOT})
+    sizes = [3, 4, 5, 8]
+    x = torch.randn(sizes[rank], 8, generator=torch.Generator().manual_seed(rank))
+    plain(torch.cat(everyones(x))).square().mean().backward()
+    tokens = sum(sizes[:2] if rank < 2 else sizes[2:])
+    with handle.weight(tokens):
+        (model(x).square().sum() / (tokens / 2 * 8)).backward()
+    for (name, p), want in zip(model.named_parameters(), grads_by_name(plain, mesh), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), want, rtol=1e-4, atol=5e-3 if "expert" in name else 1e-6)
+    state = handle.state
+    with (
+        pytest.raises((ValueError, StepFailedError), match=r"must all give one weight|failed"),
+        handle.weight(1 + rank),
+    ):
+        model(x).square().mean().backward()
+    assert bits(handle.state) == bits(state)
+
+
+@has_groups
+@on_ranks(4)
+def test_a_checkpoint_keeps_what_experts_of_each_mesh_have_lost(rank: int, tmp_path: Path) -> None:
+    mesh = meshes(2, 2, names="expert_shard expert")
+    made = [in_one_module(mesh, 1.0) for _ in range(2)]
+    first, other = (compress_shards(model, {"*.expert.*": LOSSY, "*": LOSSY}) for model in made)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
+    loss(made[0], x).backward()
+    save(tmp_path, made[0], sync=first)
+    load(tmp_path, made[1], sync=other)
+    assert bits(other.state) == bits(first.state)
+    everyone = everyones(first.state["1[1]"].residual["1.expert.0.weight"])
+    assert not torch.equal(everyone[0], everyone[1])
+
+
+@has_groups
+@on_ranks(4)
+def test_parameters_that_travel_together_have_one_pipeline(rank: int) -> None:
+    mesh = meshes(2, 2, names="expert_shard expert")
+    together = r"sends '1.router.weight' and '1.out.weight' together, and they match '\*router\*' and '\*'"
+    with pytest.raises(TypeError, match=together):
+        compress_shards(in_one_module(mesh, 1.0), {"*router*": TWO_SHOT, "*": LOSSY})
+    with pytest.raises(ValueError, match=r"pattern '\*.bert.\*' gets none"):
+        compress_shards(in_one_module(mesh, 1.0), {"*.bert.*": TWO_SHOT, "*": LOSSY})
+    with pytest.raises(TypeError, match="all_reduce does not fit what FSDP sends"):
+        compress_shards(in_one_module(mesh, 1.0), {"*.expert.*": "allreduce", "*": LOSSY})
 
 
 class Decoder(nn.Module):

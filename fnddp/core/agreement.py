@@ -1,7 +1,7 @@
 """Comparison of what ranks are going to run: on a difference, every rank raises the same named error."""
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -70,16 +70,24 @@ def agree(describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire 
 
 
 def agree_over(
-    describe_rank: Callable[[], dict[str, str]], groups: Iterable[Group], others: Iterable[Group] = ()
+    describe_rank: Callable[[], dict[str, str]],
+    groups: Iterable[Group],
+    others: Iterable[Group] = (),
+    within: Mapping[str, Collection[Group]] | None = None,
 ) -> None:
-    """Run `agree` over each of `groups`; a failure in one is raised in all, and in `others`, which compare nothing."""
+    """Run `agree` over each of `groups`; a failure in one is raised in all, and in `others`, which compare nothing.
+
+    `within` has the groups that compare a subject, where not all do; `describe_rank` may fill it.
+    """
     failure: Exception | None = None
     lines: dict[str, str] = {}
     try:
         lines = describe_rank()
     except Exception as error:
         failure = error
-    for group, compared in [*((group, lines) for group in groups), *((group, dict[str, str]()) for group in others)]:
+    known = {} if within is None else within
+    of_groups = [(group, {s: line for s, line in lines.items() if group in known.get(s, (group,))}) for group in groups]
+    for group, compared in [*of_groups, *((group, dict[str, str]()) for group in others)]:
         try:
             agree(partial(_raise, failure) if failure is not None else compared.copy, group)
         except Exception as error:  # ranks of the next group must learn of it

@@ -63,13 +63,17 @@ class partition(Sync):
         # Compiled here: Dynamo can trace a match, but not the translation of a pattern.
         object.__setattr__(self, "_compiled", {pattern: re.compile(translate(pattern)) for pattern, _ in rules})
 
+    def split(self, leaves: Leaves) -> dict[str, Leaves]:
+        """Return the leaves of each pattern."""
+        return split_by_pattern("partition", leaves, self._compiled)
+
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
-        parts = split_by_pattern("partition", leaves, self._compiled)
+        parts = self.split(leaves)
         return PartitionState({pattern: sync.init(parts[pattern]) for pattern, sync in dict(self.rules).items()})
 
     def exchange(self, leaves: Leaves, state: PartitionState) -> Exchange:
-        parts = split_by_pattern("partition", leaves, self._compiled)
+        parts = self.split(leaves)
         done = {
             pattern: sync.exchange(parts[pattern], state.rules[pattern]) for pattern, sync in dict(self.rules).items()
         }

@@ -10,15 +10,17 @@ from fnddp.torch_private import TorchDispatchMode, modes, tree_leaves
 _PAYLOAD_ARGUMENT = {
     f"{library}::{name}": position
     for library, position, names in (
-        ("_c10d_functional", 0, "all_reduce all_reduce_ all_reduce_coalesced broadcast all_to_all_single"),
-        ("_c10d_functional", 0, "all_gather_into_tensor all_gather_into_tensor_coalesced"),
-        ("_c10d_functional", 0, "reduce_scatter_tensor reduce_scatter_tensor_coalesced"),
+        ("_c10d_functional", 0, "all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_ all_to_all_single"),
+        ("_c10d_functional", 0, "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced"),
+        ("_c10d_functional", 0, "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced"),
+        ("_c10d_functional", 0, "broadcast broadcast_"),
         ("c10d", 0, "allreduce_ allreduce_coalesced_ reduce_ broadcast_"),
         ("c10d", 1, "gather_ reduce_scatter_ alltoall_ allgather_"),
-        ("c10d", 1, "_allgather_base_ _reduce_scatter_base_ alltoall_base_"),
+        ("c10d", 1, "_allgather_base_ _reduce_scatter_base_ alltoall_base_ gather_into_tensor_"),
     )
     for name in names.split()
 }
+COUNTED = frozenset(_PAYLOAD_ARGUMENT)
 
 
 class WireCounter(TorchDispatchMode):

@@ -78,6 +78,23 @@ def _said(everyone: Sequence[Weight], ranks: Sequence[int]) -> str:
     return ", ".join([*said, *more])
 
 
+def require_even(everyone: Sequence[Sequence[float]]) -> None:
+    """Raise a ValueError unless the weights of each mesh, again and again, are those of the largest one.
+
+    Experts see tokens of ranks of other meshes, too, whose weights a mesh of their own does not know.
+
+    >>> require_even([[3.0, 1.0], [3.0, 1.0, 3.0, 1.0]])
+    """
+    largest = sorted(max(everyone, key=len, default=()))
+    for mesh in everyone:
+        if sorted(list(mesh) * (len(largest) // len(mesh))) != largest:
+            raise ValueError(
+                f"weight: the ranks of a mesh of {len(mesh)} gave {list(mesh)}, and those of the one of {len(largest)} "
+                f"{largest}, in some order; ranks whose tokens go to the same experts must all give one weight, such "
+                "as the number of tokens of all of them"
+            )
+
+
 def scale_of(weight: float, everyone: Sequence[float]) -> float:
     """Return the scale of the gradients of a rank with `weight`, among the valid weights of `everyone`.
 

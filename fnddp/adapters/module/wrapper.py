@@ -69,6 +69,7 @@ class DistributedDataParallel(TorchNames):
         static_graph: A promise that every step uses the same parameters. It is checked, and needless.
         find_unused_parameters, gradient_as_bucket_view, batched_grad_copy: Needless: unused parameters are always
             found, and copies are part of the plan.
+        lazy_bucket_allocation: Needless: accepted as torch 2.15 does, with any torch.
         delay_all_reduce_named_params, param_to_hook_all_reduce: Needless: the plan orders collectives.
         mixed_precision: torch's `_MixedPrecision`: forward and backward run in `param_dtype` and gradients are those
             of the full-precision parameters. A plain mean travels in `reduce_dtype`; a pipeline chooses its own.
@@ -128,6 +129,7 @@ class DistributedDataParallel(TorchNames):
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         sync: Sync | str = allreduce,
         wire: Wire = C10D,
@@ -161,6 +163,7 @@ class DistributedDataParallel(TorchNames):
         self.bucket_bytes_cap_list = list(caps) if bucket_cap_mb_list else []
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.mixed_precision = mixed_precision
         self.forward_sync_buffers = sync_in_forward
         self.require_backward_grad_sync = self.require_forward_param_sync = True

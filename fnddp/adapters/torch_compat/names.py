@@ -63,6 +63,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
 
     broadcast_bucket_size = control.BROADCAST_BYTES
     use_side_stream_for_tensor_copies = True  # in `to_kwargs`
+    should_finalize_after_backward = False
 
     # Torch's own, which read the other names here.
     join = TorchDDP.join
@@ -103,6 +104,25 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         raise TypeError(
             "Accelerate would wrap a fnddp.DistributedDataParallel once more, in torch's class, and synchronize twice; "
             "call fnddp.integrations.huggingface.prepare(accelerator, sync), and give it the module itself"
+        )
+
+    # The end of a backward, from torch 2.15
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """False: a step ends with its backward."""
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            self.finalize_backward()
+
+    def finalize_backward(self) -> None:
+        """Raise the RuntimeError that torch's class raises unless the caller is to end its backwards."""
+        raise RuntimeError(
+            f"{OWNER}: a step ends with its backward, where all ranks agree on it, so that none is left to the caller; "
+            "leave out finalize_backward() and require_manual_backward_finalization"
         )
 
     # Uneven inputs

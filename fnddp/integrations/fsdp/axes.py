@@ -1,9 +1,7 @@
 """All axes of a sharded model under one handle: gradients and weights of its shards, and its replicas."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -16,86 +14,16 @@ from fnddp.core.deprecations import renamed, warn_deprecated
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import State, Sync
-from fnddp.cost.estimate import columns
-from fnddp.cost.link import Link, duration, scaled
+from fnddp.integrations.fsdp.checkpoints import Checkpoints
+from fnddp.integrations.fsdp.plan import AxesPlan, Axis, axes_of
 from fnddp.integrations.fsdp.replicas import Replicas, compress_replicas
 from fnddp.integrations.fsdp.rows import Rows
 from fnddp.integrations.fsdp.shards import Shards, fitting, set_up_shards, unsynchronized
-from fnddp.integrations.fsdp.unit import Messages, Traffic, traffic_of
+from fnddp.integrations.fsdp.unit import Traffic, traffic_of
 from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.torch_private import fsdp_groups
-
-
-@dataclass(frozen=True)
-class Axis:
-    """The messages of a step along one axis."""
-
-    name: str  # "gradients", "weights" or "replicas"
-    pipeline: str  # as text
-    ranks: int
-    messages: Messages
-
-    @property
-    def wire_bytes(self) -> int:
-        """Payload bytes that one rank passes to its collectives."""
-        return sum(nbytes for _, nbytes, _ in self.messages)
-
-    def seconds(self, link: Link) -> float:
-        """Return the time of all messages on `link`, one after the other."""
-        return sum(link.seconds(*message) for message in self.messages)
-
-
-@dataclass(frozen=True)
-class AxesPlan:
-    """The messages of a step of a model by axis: of one forward, and a backward that synchronizes all gradients.
-
-    Printed, it is a table.
-    """
-
-    axes: tuple[Axis, ...]
-
-    def show(self, links: Link | Mapping[str, Link] | None = None) -> str:
-        """Return the table, with the time of each axis on its link, or on one link for all."""
-        rows = [("axis", "pipeline", "ranks", "messages", "payload", *([] if links is None else ["time"]))]
-        for axis in self.axes:
-            link = links[axis.name] if isinstance(links, Mapping) else links
-            time = [] if link is None else [duration(axis.seconds(link))]
-            sizes = str(axis.ranks), str(len(axis.messages)), scaled(axis.wire_bytes, "B")
-            rows.append((axis.name, axis.pipeline, *sizes, *time))
-        return columns(rows, text=(0, 1))
-
-    def __str__(self) -> str:
-        return self.show()
-
-
-class Checkpoints(Checkpoint):
-    """The checkpoints of several axes as one: their keys differ by their prefixes."""
-
-    def __init__(self, axes: Sequence[Checkpoint]) -> None:
-        self._axes = axes
-
-    def state_dict(self) -> dict[str, Any]:
-        return {key: value for axis in self._axes for key, value in axis.state_dict().items()}
-
-    def about(self) -> dict[str, Any]:
-        return {key: value for axis in self._axes for key, value in axis.about().items()}
-
-    def saved_by(self, saved: Mapping[str, Any]) -> Any:
-        return tuple(axis.saved_by(saved) for axis in self._axes)
-
-    def require_fitting(self, saved: Mapping[str, Any]) -> None:
-        for axis in self._axes:
-            axis.require_fitting(saved)
-
-    def adopt_pipeline(self, saved: Mapping[str, Any]) -> None:
-        for axis in self._axes:
-            axis.adopt_pipeline(saved)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        for axis in self._axes:
-            axis.load_state_dict(state_dict)
 
 
 class Compressed:
@@ -116,7 +44,7 @@ class Compressed:
         """What the next step sends, with the parameters that require a gradient now."""
         shards, replicas, axes = self.shards, self.replicas, list[Axis]()
         if shards is not None:
-            axes += _of_shards(shards.traffic.values(), shards.gradients, shards.weights, self._mesh.size(-1))
+            axes += shards.plan.axes
         if replicas is not None:
             axes.append(_of_replicas(replicas.sync, replicas.prepare(), self._mesh.size(0)))
         return AxesPlan(tuple(axes))
@@ -197,6 +125,7 @@ def plan_axes(
         ValueError: `world_size` has other keys, or a number below 1.
 
     >>> import torch
+    >>> from fnddp import Link
     >>> model = {"": {"weight": torch.empty(512, 512, device="meta"), "bias": torch.empty(512, device="meta")}}
     >>> print(plan_axes(
     ...     model, world_size={"shards": 8, "replicas": 4}, gradients="quantize(two_shot, bits=4)"
@@ -225,17 +154,11 @@ def plan_axes(
         traffic.append(traffic_of(rows, rows, of_gradients, of_weights, (like.dtype, like.dtype), again))
         # Of the first rank, which has most.
         local |= {path: p.new_empty(-(-p.shape[0] // n), *p.shape[1:]) for path, p in parameters.items()}
-    axes = [*_of_shards(traffic, of_gradients, of_weights, n)]
+    axes = [*axes_of(traffic, of_gradients, of_weights, n)]
     if sizes["replicas"] > 1:
         plans = [each.plan for each in period(pipeline, local, world_size=sizes["replicas"])]
         axes.append(_of_replicas(pipeline, max(plans, key=lambda plan: plan.wire_bytes), sizes["replicas"]))
     return AxesPlan(tuple(axes))
-
-
-def _of_shards(traffic: Iterable[Traffic], gradients: Sync | None, weights: Sync | None, n: int) -> Iterator[Axis]:
-    reduced, gathered, again = (tuple(chain.from_iterable(each)) for each in zip(*traffic, strict=True))
-    for name, sync, messages in (("gradients", gradients, reduced), ("weights", weights, gathered + again)):
-        yield Axis(name, "FSDP's own" if sync is None else repr(sync), n, messages)
 
 
 def _of_replicas(sync: Sync, plan: Plan | None, ranks: int) -> Axis:
@@ -306,7 +229,7 @@ def compress(
                     raise TypeError(
                         f"compress: {repr(name) if name else 'the model'} is sharded over the ranks {ranks}, and the "
                         f"last dimension of the mesh has {last}; give the mesh that fully_shard has got, with the "
-                        "replicas in front of it"
+                        "replicas in front of it, and experts with a mesh of their own to compress_shards"
                     )
         given = {"gradients": gradients, "weights": weights, "replicas": replicas}
         axes = [axis for axis, pipeline in given.items() if pipeline is not None]

@@ -22,7 +22,7 @@ from fnddp.run.vote import Vote
 from fnddp.torch_private import fsdp_groups
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError
-from fnddp.wire.weights import NO_WEIGHT, Weight, scale_of, scaled
+from fnddp.wire.weights import NO_WEIGHT, Weight, require_even, scale_of, scaled
 
 
 class Ends:
@@ -149,6 +149,7 @@ class Reduction:
         self.is_nonfinite: Tensor | bool | None = False if remembers else None  # None where it does not matter
         self.scales = {unit.group: 1.0 for unit in course.units}  # factors of this rank's gradients
         self.total: float | None = None  # of the weights of the shards' ranks; None if they have none
+        everyone: list[list[float]] = []  # weights, by mesh
         for group in self.scales:
             try:
                 exchange = Vote((), C10D, [group], course.device)
@@ -157,7 +158,9 @@ class Reduction:
                 is_blind = course.device.is_asynchronous and course.weight.given == NO_WEIGHT
                 numbers = exchange.skip_numbers() if is_blind else exchange.numbers()
                 if numbers is not None:
-                    self.total = math.fsum(numbers)
+                    everyone.append(numbers)
+                    require_even(everyone)
+                    self.total = max(math.fsum(numbers), self.total or 0.0)
                     is_nothing = course.begin_around is not None and self.total == 0  # of this replica
                     self.scales[group] = 0.0 if is_nothing else scale_of(course.weight.given.number, numbers)
             except ValueError as error:  # on all ranks

@@ -1,8 +1,8 @@
 """Codecs on what the shards of FSDP2 send: its reduce-scatter of gradients and its all-gather of weights."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,14 @@ from fnddp.core.group import Group, group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.state import require_like
 from fnddp.core.sync import State, Sync
+from fnddp.integrations.fsdp.checkpoints import Checkpoints
+from fnddp.integrations.fsdp.plan import AxesPlan, axes_of
 from fnddp.integrations.fsdp.reductions import Comm, Ends, Reductions, Scatter
 from fnddp.integrations.fsdp.replicas import is_compressed
 from fnddp.integrations.fsdp.unit import UNSCALED, Traffic, Unit, require_codecs
 from fnddp.reducers.all_reduce import none
 from fnddp.reducers.carriers import allgather, two_shot
+from fnddp.schedules.choose import partition
 from fnddp.torch_private import FSDPGroup, fsdp_groups
 from fnddp.transforms.memory import ef21, error_feedback
 from fnddp.wire.kinds import ALL_GATHER, waited
@@ -30,19 +33,35 @@ class Shards:
     """The codecs of a model's shards, with the state of those of its gradients: see `compress_shards`.
 
     Attributes:
-        gradients: The pipeline of gradients; None for FSDP's own reduce-scatter.
+        gradients: The pipeline of gradients, or a `partition`; None for FSDP's own reduce-scatter.
         weights: That of weights; None for FSDP's own all-gather.
-        group: Name of the shards' process group; None for the default one.
+        group: Name of the process group of the shards, of most ranks if there are several; None for the default one.
     """
 
     def __init__(self, model: nn.Module, reductions: Reductions, gradients: Sync | None, weights: Sync | None) -> None:
         self.gradients, self.weights, self._model, self._reductions = gradients, weights, model, reductions
-        self.group = reductions.units[0].group
+        self.group = max(reductions.units, key=lambda unit: unit.n).group
 
     @property
     def traffic(self) -> dict[str, Traffic]:
-        """What each group of parameters sends in the next step, by the name of its module; "" is the model itself."""
+        """What each group of parameters sends in the next step, by the name of its module; "" is the model itself.
+
+        Several groups of one module are numbered: "layers.0[0]", "layers.0[1]".
+        """
         return {unit.name: unit.traffic() for unit in self._reductions.units}
+
+    @property
+    def plan(self) -> AxesPlan:
+        """What the next step sends, for each mesh and pipeline, with the parameters that require a gradient now."""
+        traffic = self.traffic
+        alike: dict[Any, list[Unit]] = {}
+        for unit in self._reductions.units:
+            alike.setdefault((unit.group, repr(unit.gradients), repr(unit.weights)), []).append(unit)
+        axes = (
+            axes_of([traffic[unit.name] for unit in units], units[0].gradients, units[0].weights, units[0].n)
+            for units in alike.values()
+        )
+        return AxesPlan(tuple(axis for same in zip(*axes, strict=True) for axis in same))
 
     @property
     def steps(self) -> int:
@@ -81,16 +100,24 @@ class Shards:
     def sync_state(self, state: State) -> None:
         self.state = state
 
-    def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
+    def sync_checkpoint(self, saved_world_size: int | tuple[int, ...] | None = None) -> Checkpoint:
         """Return the state for torch.distributed.checkpoint: see `fnddp.DistributedDataParallel.sync_checkpoint`.
 
         Args:
-            saved_world_size: The number of shards that saved it. Where there are other ranks than these shards, their
-                numbers must be the same.
+            saved_world_size: The number of shards that saved it; of several meshes a tuple, as `Checkpoints.saved_by`
+                returns it. Where there are other ranks than these shards, their numbers must be the same.
         """
-        ranks = dist.get_process_group_ranks(torch_private.live_group(self.group))
-        prefix = "" if len(ranks) == dist.get_world_size() else f"shards_from_rank{min(ranks)}/"
-        return Checkpoint(self, self.group, saved_world_size, prefix)
+        names: dict[str | None, list[str]] = {self.group: []}
+        for unit in self._reductions.units:
+            names.setdefault(unit.group, []).append(unit.name)
+        saved = saved_world_size if isinstance(saved_world_size, tuple) else (saved_world_size,) * len(names)
+        made: list[Checkpoint] = []
+        for (group, of_group), size in zip(names.items(), saved, strict=True):
+            ranks = dist.get_process_group_ranks(torch_private.live_group(group))
+            number = f"{len(ranks)}_" if made else ""
+            prefix = "" if len(ranks) == dist.get_world_size() else f"shards_{number}from_rank{min(ranks)}/"
+            made.append(Checkpoint(_OfMesh(self, of_group), group, size, prefix))
+        return made[0] if len(made) == 1 else Checkpoints(made)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Send nothing in backwards in the block and keep whole gradients, as `set_requires_gradient_sync(False)` does.
@@ -104,30 +131,45 @@ class Shards:
         """Weight this rank's gradients by `count` in the means of backwards that begin in the block.
 
         `with shards.weight(tokens): loss.backward()`, where the loss is a mean over so many tokens, gives the gradient
-        of the mean over the tokens of all ranks. All ranks of a backward give a weight, or none does.
+        of the mean over the tokens of all ranks. All ranks of a backward give a weight, or none does. Parameters with a
+        mesh of their own, such as experts, have the mean over its ranks: see docs/fsdp.md.
 
         Args:
             count: Of samples or tokens; 0 is allowed, not on all ranks.
 
         Raises:
             RuntimeError: Within another such block; at the end, if no backward that synchronizes began within it.
-            TypeError: FSDP averages over replicas itself, or sends gradients without a pipeline; or parts of the model,
-                such as experts, are sharded over other ranks.
-            ValueError: In backward, on all ranks: all weights are 0, one is no weight, or some ranks gave none.
+            TypeError: FSDP averages over replicas itself, or sends gradients without a pipeline.
+            ValueError: In backward, on all ranks: all weights are 0, one is no weight, or some ranks gave none; those
+                of one mesh are not those of another.
         """
         if self.gradients is None or any(unit.fsdp.replicas is not None for unit in self._reductions.units):
             raise TypeError(
                 "weight: FSDP itself averages gradients here, and knows no weights; give compress_shards a pipeline of "
                 "gradients, gradients='two_shot' at least, and HSDP's replicas to compress_replicas"
             )
-        if len({unit.group for unit in self._reductions.units}) > 1:
-            raise TypeError(
-                "weight: parts of the model are sharded over other ranks, which see other tokens; divide the loss by "
-                "the tokens of all ranks instead, and call set_gradient_divide_factor(1.0) on all parts"
-            )
         is_alone = all(unit.n == 1 for unit in self._reductions.units)  # then FSDP reduces nothing
         with nullcontext() if is_alone else self._reductions.weight.block(count):
             yield
+
+
+class _OfMesh:
+    """The state of those groups of parameters of `shards` that are called `names`, for a checkpoint."""
+
+    def __init__(self, shards: Shards, names: Sequence[str]) -> None:
+        self._shards, self._names = shards, names
+
+    @property
+    def sync(self) -> Sync:
+        return self._shards.sync
+
+    @property
+    def sync_state(self) -> State:
+        return {name: state for name, state in self._shards.state.items() if name in self._names}
+
+    @sync_state.setter
+    def sync_state(self, state: State) -> None:
+        self._shards.state = {**self._shards.state, **state}
 
 
 @contextmanager
@@ -160,7 +202,10 @@ class _Gather(Comm):
             waited(ALL_GATHER.start(input_tensor, output_tensor, None, group))
 
 
-def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weights: str | Sync | None = None) -> Shards:
+Pipeline: TypeAlias = str | Sync | Mapping[str, str | Sync] | None
+
+
+def compress_shards(model: nn.Module, gradients: Pipeline = None, weights: Pipeline = None) -> Shards:
     """Send what FSDP2 sends between the shards of a model through codecs. All of its ranks must call this.
 
     Shard the model with `fully_shard`, then call this, before the first forward. Where FSDP reduces and scatters the
@@ -181,9 +226,14 @@ def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weigh
             shard to those, in a forward after a change (SDP4Bit); weights that were loaded, or jump otherwise, are sent
             as they are. Ranks agree on which before it, with a byte each. None for FSDP's own all-gather.
 
+    Both may be a dict of pipelines by pattern, or a `partition`: `{"*.experts.*": ..., "*": ...}`. The first one that
+    matches its parameters is that of a group that FSDP sends together, which must have one: what `shard_placement_fn`
+    gives a mesh of its own is such a group.
+
     Raises:
         TypeError: On all ranks: a pipeline has no place there; the model, or a parameter, is not sharded; FSDP has
-            custom collectives already; a module has several groups of parameters, or of several dtypes.
+            custom collectives already; parameters that FSDP sends together have several pipelines, or dtypes.
+        ValueError: On all ranks: a parameter has no pattern, or a pattern no parameter.
         RankMismatchError: On all ranks, if they disagree about pipelines or parameters.
 
     Source: `torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py` of torch 2.13; ZeRO++ (Wang et al., 2023);
@@ -199,50 +249,79 @@ def compress_shards(model: nn.Module, gradients: str | Sync | None = None, weigh
     return set_up_shards(model, gradients, weights)
 
 
-def set_up_shards(
-    model: nn.Module, gradients: str | Sync | None, weights: str | Sync | None, others: Sequence[Group] = ()
-) -> Shards:
+def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, others: Sequence[Group] = ()) -> Shards:
     """Run `compress_shards`; an error on one rank is raised in the groups `others`, too."""
     made: list[tuple[Shards, Reductions]] = []
+    within: dict[str, list[str | None]] = {}
 
     def set_up() -> dict[str, str]:
         read = [fitting(what, sync) for what, sync in (("gradients", gradients), ("weights", weights))]
         if read == [None, None]:
             raise TypeError("compress_shards: give a pipeline of gradients, of weights, or both")
-        units = [Unit(name, names, fsdp, *read) for name, (names, fsdp) in _sharded(model, weights is not None).items()]
+        found = _sharded(model, weights is not None)
+        of_unit = [_by_unit(what, sync, found) for what, sync in zip(("gradients", "weights"), read, strict=True)]
+        units = [Unit(name, names, fsdp, *(of[name] for of in of_unit)) for name, (names, fsdp) in found.items()]
         states: dict[str, State] = {} if read[0] is None else {unit.name: unit.init() for unit in units}
         reductions = Reductions(units, states, Ends(model))
         made.append((Shards(model, reductions, *read), reductions))
-        lines = [line for unit in units for line in unit.describe().items()]
-        return {"gradients": repr(read[0]), "weights": repr(read[1]), **dict(lines)}
+        lines: dict[str, str] = {}
+        for unit in units:  # ranks of other experts have other parameters
+            lines |= unit.describe()
+            within.update(dict.fromkeys(unit.describe(), unit.groups))
+        return {"gradients": repr(read[0]), "weights": repr(read[1]), **lines}
 
     modules = fsdp_groups(model)
     for module, _ in modules.values():  # the last forward may have left weights whole
         module.reshard()
     every = [group for _, groups in modules.values() for group in groups]
     groups = [of for group in every for of in (group.shards, group.replicas) if of is not None]
-    agree_over(set_up, dict.fromkeys(map(group_name, groups)) or [None], others)
+    agree_over(set_up, dict.fromkeys(map(group_name, groups)) or [None], others, within)
     shards, reductions = made[-1]
     for unit in reductions.units:
-        module = modules[unit.name][0]
         if unit.n > 1 and shards.gradients is not None:  # to one owner FSDP sends nothing, and scales by itself
-            module.set_gradient_divide_factor(UNSCALED)
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_reduce_scatter(Scatter(reductions, unit))
+            unit.fsdp.reduce_with(Scatter(reductions, unit), UNSCALED)
             unit.fsdp.before_reduction(unit.note)
         if unit.n > 1 and shards.weights is not None:
-            module.set_custom_all_gather(_Gather(unit))
-            module.register_load_state_dict_post_hook(unit.forget)
+            unit.fsdp.gather_with(_Gather(unit))
+            unit.fsdp.module.register_load_state_dict_post_hook(unit.forget)
     return shards
 
 
-def fitting(what: str, sync: str | Sync | None) -> Sync | None:
+def fitting(what: str, sync: Pipeline) -> Sync | None:
     """Return the pipeline of "gradients" or "weights"; raise a TypeError if shards cannot use it."""
     if sync is None:
         return None
-    sync = pipeline_of(f"compress_shards: {what}", sync)
-    require_codecs(what, sync, *((ef21, allgather) if what == "weights" else (error_feedback, two_shot)))
+    name = f"compress_shards: {what}"
+    if isinstance(sync, Mapping):
+        sync = partition({pattern: pipeline_of(name, each) for pattern, each in sync.items()})
+    sync = pipeline_of(name, sync)
+    for each in sync.children() if isinstance(sync, partition) else [sync]:
+        require_codecs(what, each, *((ef21, allgather) if what == "weights" else (error_feedback, two_shot)))
     return sync
+
+
+def _by_unit(
+    what: str, sync: Sync | None, found: Mapping[str, tuple[list[str], FSDPGroup]]
+) -> Mapping[str, Sync | None]:
+    """Return the pipeline of each group of parameters."""
+    if not isinstance(sync, partition):
+        return dict.fromkeys(found, sync)
+    leaves: dict[str, Tensor] = {}
+    for names, fsdp in found.values():
+        leaves |= zip(names, fsdp.parameters, strict=True)
+    owner = {name: pattern for pattern, part in sync.split(leaves).items() for name in part}
+    chosen: dict[str, Sync | None] = {}
+    for unit, (names, _) in found.items():
+        pattern = owner[names[0]]
+        other = next((name for name in names if owner[name] != pattern), None)
+        if other is not None:
+            raise TypeError(
+                f"compress_shards: {what}: FSDP sends {names[0]!r} and {other!r} together, and they match {pattern!r} "
+                f"and {owner[other]!r}; call fully_shard on one of their modules before, or give it a mesh of its own "
+                "in shard_placement_fn"
+            )
+        chosen[unit] = dict(sync.rules)[pattern]
+    return chosen
 
 
 def _sharded(model: nn.Module, has_weights: bool) -> dict[str, tuple[list[str], FSDPGroup]]:
@@ -264,14 +343,10 @@ def _sharded(model: nn.Module, has_weights: bool) -> dict[str, tuple[list[str], 
     found: dict[str, tuple[list[str], FSDPGroup]] = {}
     for name, (_, groups) in fsdp_groups(model).items():
         which = f"the module {name!r}" if name else "the model"
-        if len(groups) > 1:
-            raise TypeError(
-                f"compress_shards: {which} has {len(groups)} groups of parameters, over meshes of their own, for which "
-                "FSDP takes no collectives; call fully_shard first on the parts with another mesh, one by one"
-            )
-        for group in groups:
+        for i, group in enumerate(groups):
             _require_plain(which, group, has_weights)
-            found[name] = [names.pop(id(parameter)) for parameter in group.parameters], group
+            unit = name if len(groups) == 1 else f"{name}[{i}]"
+            found[unit] = [names.pop(id(parameter)) for parameter in group.parameters], group
     left = [name for name, parameter in model.named_parameters() if id(parameter) in names and parameter.requires_grad]
     if left:
         raise TypeError(

@@ -106,9 +106,9 @@ class Unit:
         # both would round the replicated ones differently on its ranks.
         layouts = {(p.device_mesh, p.placements) for p in fsdp.parameters if isinstance(p, DTensor)}
         self._encodes_apart = len(layouts) > 1
-        self._gradients, self._rows = gradients, self._rows_of(self._present)
+        self.gradients, self._rows = gradients, self._rows_of(self._present)
         self._pipelines: dict[tuple[str, ...], tuple[Sync, Rows]] = {}
-        self._weights, self._layers = weights, layers_of(weights)
+        self.weights, self._layers = weights, layers_of(weights)
         self._seen = Seen(fsdp.device, self.group)  # for `ef21`
 
     @property
@@ -117,9 +117,9 @@ class Unit:
         return [name for name, p in zip(self._names, self.fsdp.parameters, strict=True) if p.requires_grad]
 
     def init(self) -> State:
-        assert self._gradients is not None
+        assert self.gradients is not None
         like = torch.empty((), dtype=self.fsdp.reduced_dtype, device=self.fsdp.device)
-        return self._gradients.init({name: like.expand(self._rows.shapes[name]) for name in self.trained})
+        return self.gradients.init({name: like.expand(self._rows.shapes[name]) for name in self.trained})
 
     @property
     def groups(self) -> list[str | None]:
@@ -135,7 +135,7 @@ class Unit:
         again = None if self.fsdp.regathering is None else self.fsdp.regathering.size()
         dtypes = self.fsdp.reduced_dtype, self.fsdp.gathered_dtype
         trained = self._rows_of(self.trained)
-        return traffic_of(trained, self._rows, self._gradients, self._weights, dtypes, again)
+        return traffic_of(trained, self._rows, self.gradients, self.weights, dtypes, again)
 
     def note(self, positions: list[int]) -> None:
         """Set which parameters have a gradient in the next reduction."""
@@ -162,7 +162,7 @@ class Unit:
 
     def gather(self, row: Tensor) -> Tensor:
         """Send this rank's `row: [width]`, and return those of all owners as all ranks decode them: `[n, width]`."""
-        if not isinstance(self._weights, ef21):
+        if not isinstance(self.weights, ef21):
             return self._gathered(row, self._layers)
         if self._seen.known is None or not is_within_backward():  # which uses the weights of the forward
             self._seen.follow(row, lambda row, is_whole: self._gathered(row, () if is_whole else self._layers))
@@ -182,10 +182,10 @@ class Unit:
 
     def _pipeline(self) -> tuple[Sync, Rows]:
         if self._present not in self._pipelines:
-            assert self._gradients is not None
+            assert self.gradients is not None
             rows = self._rows_of(self._present)
-            carrier = to_owners(self.group, self.name, rows)
-            self._pipelines[self._present] = _with_carrier(self._gradients, carrier), rows
+            carrier = to_owners(group_name(self.fsdp.reducing), self.name, rows)
+            self._pipelines[self._present] = _with_carrier(self.gradients, carrier), rows
         return self._pipelines[self._present]
 
     def _rows_of(self, names: Sequence[str]) -> Rows:

@@ -1,0 +1,59 @@
+"""The messages of a step of a sharded model, by axis."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+from fnddp.core.sync import Sync
+from fnddp.cost.estimate import columns
+from fnddp.cost.link import Link, duration, scaled
+from fnddp.integrations.fsdp.unit import Messages, Traffic
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The messages of a step along one axis."""
+
+    name: str  # "gradients", "weights" or "replicas"
+    pipeline: str  # as text
+    ranks: int
+    messages: Messages
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload bytes that one rank passes to its collectives."""
+        return sum(nbytes for _, nbytes, _ in self.messages)
+
+    def seconds(self, link: Link) -> float:
+        """Return the time of all messages on `link`, one after the other."""
+        return sum(link.seconds(*message) for message in self.messages)
+
+
+@dataclass(frozen=True)
+class AxesPlan:
+    """The messages of a step of a model by axis: of one forward, and a backward that synchronizes all gradients.
+
+    Printed, it is a table.
+    """
+
+    axes: tuple[Axis, ...]
+
+    def show(self, links: Link | Mapping[str, Link] | None = None) -> str:
+        """Return the table, with the time of each axis on its link, or on one link for all."""
+        rows = [("axis", "pipeline", "ranks", "messages", "payload", *([] if links is None else ["time"]))]
+        for axis in self.axes:
+            link = links[axis.name] if isinstance(links, Mapping) else links
+            time = [] if link is None else [duration(axis.seconds(link))]
+            sizes = str(axis.ranks), str(len(axis.messages)), scaled(axis.wire_bytes, "B")
+            rows.append((axis.name, axis.pipeline, *sizes, *time))
+        return columns(rows, text=(0, 1))
+
+    def __str__(self) -> str:
+        return self.show()
+
+
+def axes_of(traffic: Iterable[Traffic], gradients: Sync | None, weights: Sync | None, n: int) -> Iterator[Axis]:
+    """Return the axes of gradients and of weights of groups of parameters, of `n` shards each."""
+    reduced, gathered, again = (tuple(chain.from_iterable(each)) for each in zip(*traffic, strict=True))
+    for name, sync, messages in (("gradients", gradients, reduced), ("weights", weights, gathered + again)):
+        yield Axis(name, "FSDP's own" if sync is None else repr(sync), n, messages)
