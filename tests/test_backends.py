@@ -47,7 +47,7 @@ def test_inductor_gives_what_python_gives(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_ranks_agree_about_it(rank: int) -> None:
+def test_ranks_with_different_backends_raise(rank: int) -> None:
     """Numbers that are computed on all ranks from the same means must be the same."""
     backend = "inductor" if rank else None
     with pytest.raises(fnddp.RankMismatchError, match="backend=inductor"):
@@ -88,7 +88,7 @@ def test_torch_compile_takes_segments_for_different_functions(monkeypatch: pytes
 
 @pytest.mark.parametrize("text", ["error_feedback(topk(allgather, ratio=0.1))", "quantize(two_shot, bits=4)"])
 @on_ranks(2)
-def test_what_lies_in_one_buffer_shares_no_storage_for_inductor(rank: int, text: str) -> None:
+def test_slices_of_a_buffer_share_no_storage_for_inductor(rank: int, text: str) -> None:
     """Else it computes each element of a buffer from all that is written there; and what is held stays as it is."""
     shared: list[int] = []
 

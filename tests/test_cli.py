@@ -361,7 +361,7 @@ def test_progress_shows_each_phase_from_its_start(
     assert at == sorted(at)
 
 
-def test_a_file_that_fails_is_loaded_again_and_not_taken_by_halves(tmp_path, capsys):
+def test_a_file_that_fails_is_not_kept_half_loaded(tmp_path, capsys):
     (tmp_path / "half.py").write_text("model = 1\nraise KeyError('no such layer')\n")
     for _ in range(2):
         assert main.main(["plan", "--model", f"{tmp_path}/half.py:model"]) == 2

@@ -115,7 +115,7 @@ def broadcast(leaves: Leaves) -> Leaves:
     return {path: functional_collectives.wait_tensor(made[path]) for path in leaves}
 
 
-def test_what_is_no_kind_is_not_lowered():
+def test_other_collectives_are_not_lowered():
     with pytest.raises(fnddp.LoweringError, match="no place in a schedule"):
         fnddp.lower(Applied(send=broadcast), {"w": torch.empty(12)}, world_size=4)
 
@@ -158,7 +158,7 @@ class Remembering(Applied):
         return super().exchange(leaves, ())._replace(state=summed)
 
 
-def test_what_only_a_state_needs_travels_with_the_first_bucket():
+def test_collectives_of_the_state_travel_with_the_first_bucket():
     plan = fnddp.lower(Remembering(), {"w": torch.ones(3)}, world_size=2)
     gathered, _ = plan.collectives
     assert (gathered.kind.name, gathered.bucket, gathered.slot, gathered.depth) == ("all_gather", 0, 0, 0)

@@ -195,7 +195,7 @@ def test_small_gradients_of_16_bits_add_up(memory):
 
 @pytest.mark.parametrize("text", ["bf16(allgather)", "bf16(two_shot)", "bf16(sign(allgather))"])
 @on_ranks(3, threads=True)
-def test_a_cast_of_what_carries_rounds_nothing_but_what_travels(rank, text):
+def test_a_cast_around_a_carrier_rounds_only_what_travels(rank, text):
     sync, grads = error_feedback(fnddp.parse(text)), {"w": gradient(rank, 0, 50)}
     state, total = sync.init(grads), torch.zeros(50)
     for _ in range(200):

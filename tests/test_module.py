@@ -149,7 +149,7 @@ def require_mean(model: DistributedDataParallel, rank: int, ranks: int) -> None:
 
 
 @on_ranks(1)
-def test_a_pipeline_is_no_device_and_a_module_on_the_cpu_has_none(rank: int) -> None:
+def test_device_ids_that_do_not_fit_are_refused(rank: int) -> None:
     wrong: Any = fp16(allreduce)
     with pytest.raises(TypeError, match=r"second argument is device_ids.*sync=fp16\(allreduce\)"):
         DistributedDataParallel(nn.Linear(4, 2), wrong)
@@ -185,7 +185,7 @@ def test_one_rank_may_load_with_assign(rank: int, given: bool) -> None:
 
 
 @on_ranks(2)
-def test_what_ranks_without_inputs_cannot_follow(rank: int) -> None:
+def test_join_refuses_what_ranks_without_inputs_cannot_follow(rank: int) -> None:
     model = wrapped()
     with pytest.raises(RuntimeError, match="run out of inputs give no weight"), model.weight(2):
         model.join()

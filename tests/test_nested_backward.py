@@ -204,7 +204,7 @@ def test_a_reentrant_checkpoint_that_would_be_computed_with_other_parameters_is_
     assert model.module.w.grad.tolist() == [1.0, 1.5]
 
 
-def test_what_a_batch_of_the_callers_was_made_of_is_left_alone():
+def test_the_graph_of_the_callers_inputs_is_left_alone():
     """Nothing in its graph runs, so the caller can go through it, and no gradient is written to what it uses."""
     layer, teacher = nn.Linear(2, 2), nn.Linear(2, 2)
     through = [

@@ -226,7 +226,7 @@ def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchang
 
 
 @on_ranks(2, threads=True)
-def test_what_prepare_loads_is_what_the_step_goes_on_from(rank: int):
+def test_the_step_goes_on_from_what_prepare_loads(rank: int):
     def prepare() -> None:
         everyone = gather((model.state_dict(), attached.replicated_state_dict()))
         if rank == 1:

@@ -191,7 +191,7 @@ def test_training_with_the_mean_is_training_on_the_pooled_batch(options, theirs)
     torch.testing.assert_close(done.params["w"], w.detach(), rtol=0, atol=1e-4)
 
 
-def test_a_step_without_an_update_leaves_parameters_alone_and_hands_the_state_on():
+def test_a_step_without_an_update_changes_no_parameter_and_keeps_the_state():
     sync = fnddp.error_feedback(fnddp.every(2, fnddp.allreduce))
     for steps, is_moved in ((1, False), (2, True), (3, True)):
         done = trained(sync, steps=steps)

@@ -126,7 +126,7 @@ SIZES = st.integers(1, 64)
 
 
 @given(size=SIZES, saved_size=SIZES)
-def test_shares_keep_the_mean(size, saved_size):
+def test_shares_of_a_residual_keep_its_mean(size, saved_size):
     each = [shares(rank, size, saved_size) for rank in range(size)]
     for mine in each:
         assert sum(mine.values()) == pytest.approx(1)
@@ -247,7 +247,7 @@ def test_parametrizations_after_wrapping(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_grads_that_are_asked_for_after_another_dtype_and_back(rank: int) -> None:
+def test_autograd_grad_after_a_cast_and_back(rank: int) -> None:
     """Autograd accumulates them at another place then."""
     model = DDP(nn.Linear(2, 1, bias=False))
     for _ in range(2):
