@@ -20,13 +20,16 @@ class Limit:
 
 
 POSITIVE = Limit(lambda value: value > 0, "positive")
+"""The limit of options above 0."""
 
 
 def at_least(bound: float) -> Limit:
+    """Return the limit of options that are `bound` or more."""
     return Limit(lambda value: value >= bound, f"at least {bound}")
 
 
 def one_of(*values: Any) -> Limit:
+    """Return the limit of options that are one of `values`."""
     return Limit(values.__contains__, f"one of {', '.join(map(str, values))}")
 
 
