@@ -9,6 +9,7 @@ from fnddp.adapters.hook import from_hook as from_hook
 from fnddp.adapters.module.wrapper import DistributedDataParallel as DistributedDataParallel
 from fnddp.codecs.floats import fp8 as fp8
 from fnddp.codecs.floats import natural as natural
+from fnddp.codecs.lloyd_max import lloyd_max as lloyd_max
 from fnddp.codecs.quantize import qsgd as qsgd
 from fnddp.codecs.quantize import quantize as quantize
 from fnddp.codecs.quantize import terngrad as terngrad

@@ -147,6 +147,8 @@ BAD_OPTIONS = {
     "fp8(allgather, block=0)": "block must be at least 1",
     "quantize(allgather, bits=2, block=6)": "multiple of 4",
     "quantize(allgather, bits=3)": "bits must be one of 8, 4, 2, got 3",
+    "lloyd_max(allgather, bits=5)": "bits must be one of 1, 2, 3, 4, got 5",
+    "lloyd_max(allgather, block=12)": "block must be a positive multiple of 8, got 12",
     "sign(allgather, chunk=12)": "chunk must be a positive multiple of 8, got 12",
     "qsgd(allgather, levels=128)": r"levels must be in 1\.\.127",
     "terngrad(allgather, clip=0)": "clip must be positive",

@@ -27,6 +27,8 @@ CODECS: tuple[str, ...] = (
     "quantize(allgather, bits=4)",
     "quantize(allgather, bits=2)",
     "quantize(allgather, rounding='stochastic')",
+    "lloyd_max(allgather)",
+    "lloyd_max(allgather, bits=4)",
     "fp8(allgather)",
     "sign(allgather)",
     "majority_vote(allgather)",

@@ -61,13 +61,19 @@ def inverse(scale: Tensor) -> Tensor:
 
 
 def pack(q: Tensor, bits: int) -> Tensor:
-    """Pack integers of `bits` bits in two's complement, 8 / `bits` to a byte: `[..., ceil(n bits / 8)]`.
+    """Pack integers of 8, 4, 2 or 1 bits in two's complement, 8 / `bits` to a byte: `[..., ceil(n bits / 8)]`.
+
+    Of those of 3 bits the lower two come first, then the signs.
 
     >>> pack(torch.tensor([1, -1, 0, 1], dtype=torch.int8), bits=2)
     tensor([77], dtype=torch.uint8)
     """
     if bits == 8:
         return q
+    if bits == 3:
+        return torch.cat([pack(q, 2), pack_bits(torch.bitwise_right_shift(q, 2))], -1)
+    if bits == 1:
+        return pack_bits(q)
     # Not `>>`: its out= form makes new memory in each step, and copies.
     words = product(reinterpreted(_padded(q, 8 // bits), _WORDS[bits]) & _LOWEST[bits], _PACK[bits])
     return torch.bitwise_right_shift(words, 8 * words.element_size() - 8).to(torch.uint8)
@@ -81,6 +87,11 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     """
     if bits == 8:
         return packed
+    if bits == 3:
+        lower, signs = packed.split([-(-n // 4), -(-n // 8)], -1)
+        return unpack(lower, 2, n) & 3 | unpack(signs, 1, n) * 4
+    if bits == 1:
+        return -reinterpreted(unpack_bits(packed, n), torch.int8)
     words = packed.to(_WORDS[bits])
     # Each number to the top of its byte, and back: a right shift of a signed number keeps its sign.
     if bits == 4:
