@@ -12,9 +12,11 @@ from torch import Tensor
 import fnddp
 from fnddp import collectives, laws, tree
 from fnddp.laws import DONATIONS, bits, engine_step, law_6_lowered_is_eager, make_engine
+from fnddp.run.program import Buffer
 from fnddp.simulation.ranks import run_threads
 from fnddp.torch_private import functional_collectives
 from fnddp.tree import Leaves
+from tests.pipelines import EXAMPLES
 from tests.ranks import on_ranks
 from tests.test_passes import Applied
 
@@ -95,7 +97,33 @@ def test_rows_of_bytes_begin_where_each_dtype_may_begin():
     (collective,) = fnddp.lower(carried("all_gather"), leaves, world_size=4).collectives
     assert [payload.dtype.itemsize for payload in collective.payloads] == [8, 4, 2, 2]
     assert [payload.offset for payload in collective.payloads] == [0, 40, 68, 74]  # 5 * 8, 7 * 4, 3 * 2 bytes
-    assert collective.width == 96  # 74 + 9 * 2, up to a multiple of 8
+    assert collective.width == 96  # 74 + 9 * 2, up to a multiple of 16
+
+
+# Of 128 where that adds less than a hundredth: 28 to 12,900 bytes, but not 124 to 12,292.
+@pytest.mark.parametrize(("elements", "columns"), [(1, 4), (1001, 1004), (3225, 3232), (3232, 3232), (3073, 3076)])
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather", "all_to_all"])
+def test_rows_begin_at_multiples_of_16_bytes_or_of_128(kind, elements, columns):
+    (collective,) = fnddp.lower(carried(kind), {"w": torch.ones(elements)}, world_size=4).collectives
+    assert collective.width * collective.dtype.itemsize == 4 * columns
+    assert collective.wire_bytes == 4 * elements * (4 if collective.kind.sends_rows else 1)  # of payloads alone
+
+
+@pytest.mark.parametrize("text", [text for text in EXAMPLES.values() if fnddp.parse(text).traceable])
+def test_every_row_of_every_example_is_aligned(text):
+    for collective in fnddp.lower(fnddp.parse(text), laws.mixed(0, 0), world_size=3).collectives:
+        assert collective.kind.is_in_place or collective.width * collective.dtype.itemsize % 16 == 0
+
+
+def test_what_pads_sums_is_zeros_however_memory_begins():
+    """Or it would be taken for gradients that are not finite."""
+    (collective,) = fnddp.lower(carried("reduce_scatter"), {"w": torch.ones(7)}, world_size=3).collectives
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+    try:
+        buffer = Buffer(collective, views_apart=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(buffer.send[:, 7:], torch.zeros(3, 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -150,7 +150,7 @@ class Collective:
         depth: 0 if it depends on gradients only, 1 if it depends on results of depth 0, and so on.
         bucket: The number of the bucket of gradients that it is for.
         slot: Its position in the software pipeline: that of the bucket in the order of arrival, plus `depth`.
-        width: Columns of the buffer.
+        width: Columns of the buffer: those of all payloads, and zeros behind them, so that each rank's row is aligned.
     """
 
     index: int
@@ -176,7 +176,7 @@ class Collective:
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes of one rank."""
+        """Payload bytes of one rank, without what aligns its rows."""
         return sum(payload.nbytes for payload in self.payloads)
 
     @property
@@ -197,13 +197,20 @@ class Collective:
     def sent_shape(self, position: int) -> tuple[int, ...]:
         """Return the shape of a payload in the send buffer: its own, or a row for each rank if it is not contiguous."""
         payload = self.payloads[position]
-        fits = not self.kind.sends_rows or len(self.payloads) == 1 or payload.shape[0] == self.world_size
+        is_alone = len(self.payloads) == 1 and not self.has_padding
+        fits = not self.kind.sends_rows or is_alone or payload.shape[0] == self.world_size
         return payload.shape if fits else (self.world_size, payload.numel // self.world_size)
 
     @property
+    def has_padding(self) -> bool:
+        """True if zeros are stored behind the payloads of a row."""
+        last = self.payloads[-1]
+        return last.offset + last.width < self.width
+
+    @property
     def has_gaps(self) -> bool:
-        """True if a result has several rows, between which rows of other results are stored."""
-        return self.kind.receives_rows and len(self.payloads) > 1
+        """True if a result has several rows, between which rows of other results, or padding, are stored."""
+        return self.kind.receives_rows and (len(self.payloads) > 1 or self.has_padding)
 
     def received_shape(self, position: int) -> tuple[int, ...]:
         """Return the shape of a result in the receive buffer: its own, or a row for each rank if it `has_gaps`."""

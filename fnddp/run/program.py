@@ -37,7 +37,9 @@ class Buffer:
 
     def __init__(self, collective: Collective, *, views_apart: bool) -> None:
         self._collective, self._views_apart = collective, views_apart
-        self.send = torch.empty(collective.send_shape, dtype=collective.dtype, device=collective.device)
+        # Padding is sent, and a sum of it is checked for what is not finite.
+        empty = torch.zeros if collective.has_padding else torch.empty
+        self.send = empty(collective.send_shape, dtype=collective.dtype, device=collective.device)
         is_in_place = collective.kind.is_in_place
         self.receive = self.send if is_in_place else self.send.new_empty(collective.receive_shape)
         self._tensors = (self.send,) if is_in_place else (self.send, self.receive)
@@ -64,7 +66,7 @@ class Buffer:
         columns = memory.narrow(-1, payload.offset, payload.width)
         if self._views_apart and columns.numel():  # in a storage of its own, of which this is the only tensor
             return torch.from_dlpack(columns.view(torch.uint8)).view(payload.dtype).view(shape).data
-        # Contiguous if the buffer has no other payload.
+        # Contiguous if the buffer has neither another payload nor padding.
         return columns.view(payload.dtype).view(shape)
 
     @property

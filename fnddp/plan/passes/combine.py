@@ -126,6 +126,16 @@ def _alignment(traced: Traced) -> tuple[int, bool, int]:
     return value(traced.payload).dtype.itemsize, not is_light(traced.payload), min(numel & -numel, 64)
 
 
+ALIGNMENT, BETTER_ALIGNMENT = 16, 128  # bytes
+MOST_PADDING = 0.01  # of a row, for the better one
+
+
+def _padding(width: int, itemsize: int) -> int:
+    """Return how many columns to add to a row, so that all rows begin where NCCL is fast, and where each dtype may."""
+    padding = -width % (BETTER_ALIGNMENT // itemsize)
+    return padding if padding < MOST_PADDING * width else -width % (ALIGNMENT // itemsize)
+
+
 def _laid_out(index: int, key: Key, members: Sequence[Traced], labels: Sequence[str], n: int) -> Collective:
     kind, like = members[0].kind, value(members[0].payload)
     payloads: list[PayloadSpec] = []
@@ -137,8 +147,8 @@ def _laid_out(index: int, key: Key, members: Sequence[Traced], labels: Sequence[
         shapes = tuple(sent.shape), tuple(value(traced.waited).shape)
         payloads.append(PayloadSpec(label, *shapes, sent.dtype, offset=end, width=width))
         end += width
-    if not kind.computes:  # rows that begin where each dtype may begin
-        end += -end % max(payload.dtype.itemsize for payload in payloads)
+    if kind.sends_rows or kind.receives_rows:
+        end += _padding(end, like.dtype.itemsize if kind.computes else 1)
     return Collective(
         index=index,
         kind=kind,
