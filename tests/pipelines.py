@@ -84,6 +84,10 @@ CODECS = [
     "lloyd_max({}, bits=1, block=None)",
     "lloyd_max({}, bits=3, block=16)",
     "lloyd_max({}, bits=4, block=24)",
+    "fp8({}, format='e2m1', block=6)",
+    "fp8({}, block=32, scale='e8m0')",
+    "fp8({}, format='e5m2', block=None, scale='e8m0')",
+    "fp8({}, format='e2m1', block=32, scale='e8m0')",
     "sign({})",
     "sign({}, scale='max', chunk=16)",
     "sign({}, scale='none')",
@@ -98,7 +102,12 @@ CODECS = [
     "dct_topk({}, chunk=4, k=3)",
 ]
 CASTS = ["{}", "bf16({})", "cast({}, 'float16', rounding='stochastic', seed=3)"]
-NO_FRACTIONS = ("natural", "majority_vote", "scale='none'")  # in their payloads that a codec inside could encode
+NO_FRACTIONS = (
+    "natural",
+    "majority_vote",
+    "scale='none'",
+    "e8m0",
+)  # in their payloads that a codec inside could encode
 
 
 @st.composite

@@ -1,6 +1,7 @@
 """Codecs: what each promises of its own error, its bytes against the papers, and what may stand inside what."""
 
-from itertools import pairwise
+import math
+from itertools import pairwise, product
 from statistics import NormalDist
 
 import numpy as np
@@ -180,6 +181,74 @@ def test_fp8_errs_by_at_most_half_a_unit(x, format):
     assert ((x - read).abs() <= allowed * (1 + 1e-5)).all()
 
 
+# OCP Microscaling Formats 1.0: bits of exponent and of fraction, the bias, and the largest number and power of two.
+OCP = {"e4m3": (4, 3, 7, 448, 8), "e5m2": (5, 2, 15, 57344, 15), "e2m1": (2, 1, 1, 6, 2)}
+
+
+def table(format: str) -> dict[float, int]:
+    """All numbers of the format that are not negative, and their codes, from the definitions of section 5.3."""
+    of_exponent, of_fraction, bias, largest, _ = OCP[format]
+    numbers: dict[float, int] = {}
+    for exponent, fraction in product(range(1 << of_exponent), range(1 << of_fraction)):
+        whole, power = (1, exponent - bias) if exponent else (0, 1 - bias)
+        number = (whole + fraction / (1 << of_fraction)) * 2.0**power
+        if number <= largest:
+            numbers[number] = exponent << of_fraction | fraction
+    return numbers
+
+
+def in_mx(block: list[float], format: str) -> tuple[int, list[int], list[float]]:
+    """The exponent of the scale, codes, and numbers of a block as section 6.3 has them, one number after the other."""
+    of_exponent, of_fraction, _, largest, top = OCP[format]
+    numbers = table(format)
+    shared = max(math.frexp(max(map(abs, block)))[1] - 1 - top, -127) if any(block) else -127
+    codes, read = [], []
+    for number in block:
+        size = min(abs(number) / 2.0**shared, largest)
+        nearest = min(numbers, key=lambda each: (abs(each - size), numbers[each] % 2))
+        codes.append(numbers[nearest] | (math.copysign(1, number) < 0) << of_exponent + of_fraction)
+        read.append(math.copysign(nearest * 2.0**shared, number))
+    return shared + 127, codes, read
+
+
+@given(data=st.data(), format=st.sampled_from(list(OCP)))
+@settings(max_examples=200)
+def test_blocks_of_power_of_two_scales_are_those_of_the_ocp_specification(data, format):
+    """Of any float32, of numbers of the format, and of those in the middle between two of them."""
+    codec = fnddp.fp8(allgather, format, block=32, scale="e8m0")
+    numbers = sorted(table(format))
+    places = [*numbers, *((lower + upper) / 2 for lower, upper in pairwise(numbers)), 1.01 * numbers[-1]]
+    of_format = st.builds(lambda size, power: size * 2.0**power, st.sampled_from(places), st.integers(-102, -98))
+    of_any = st.floats(width=32, allow_nan=False, allow_infinity=False)
+    elements = data.draw(st.sampled_from([of_format | of_format.map(lambda x: -x), of_any]))
+    x = torch.tensor([data.draw(st.lists(elements, min_size=32, max_size=32))])
+    payload = codec.encode(x)
+    scale, codes, read = in_mx(x[0].tolist(), format)
+    got = payload["q"].flatten().tolist()
+    if format == "e2m1":
+        got = [code >> shift & 15 for code in got for shift in (0, 4)]
+    assert (payload["scale"].tolist(), got) == ([[scale]], codes)
+    decoded = codec.decode(payload, 32)
+    assert torch.equal(decoded, torch.tensor([read]))
+    assert torch.equal(decoded.signbit(), x.signbit())
+
+
+def test_torch_reads_scales_and_codes_alike():
+    x = torch.randn(7, 320, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(-126, 98, 32).unsqueeze(1)
+    for format, dtype in ("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2):
+        codec = fnddp.fp8(two_shot, format, block=32, scale="e8m0")
+        payload = codec.encode(x)
+        scale, q = payload["scale"].view(torch.float8_e8m0fnu).float(), payload["q"].view(dtype).float()
+        assert torch.equal(codec.decode(payload, 320), (q * scale.unsqueeze(-1)).flatten(1))
+
+
+@given(x=rows_of)
+def test_four_bits_err_by_at_most_half_a_step(x):
+    read = coded(fnddp.fp8(allgather, "e2m1", block=None), x)
+    largest = x.abs().amax(1, keepdim=True)
+    assert ((x - read).abs() <= torch.maximum(x.abs() / 4, largest / 6 / 4) * (1 + 1e-5)).all()
+
+
 NORMAL = NormalDist()
 LOST = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}  # of the variance: Max 1960, table 1
 
@@ -220,8 +289,8 @@ def test_levels_contract_whatever_the_elements_are(x, power, bits, block):
 
 def test_a_block_that_is_padded_is_scaled_by_its_own_elements():
     x = torch.cat([torch.full((1, 16), 5.0), torch.tensor([[-3.0, 3.0]])], 1)
-    for bits in LOST:
-        read = coded(fnddp.lloyd_max(allgather, bits=bits, block=16), x)
+    for number in LOST:
+        read = coded(fnddp.lloyd_max(allgather, bits=number, block=16), x)
         torch.testing.assert_close(read, x, rtol=1 / 16, atol=0)
 
 
@@ -490,6 +559,8 @@ BYTES = [  # of 2 ** 20 elements
     ("quantize(allgather, bits=2, block=None)", (1 << 18) + 4),
     ("fp8(allgather, block=128)", (1 << 20) + 4 * (1 << 13)),
     *((f"lloyd_max(allgather, bits={bits})", bits * (1 << 17) + (1 << 13) + 4) for bits in (1, 2, 3, 4)),
+    ("fp8(allgather, block=32, scale='e8m0')", (1 << 20) + (1 << 15)),  # MXFP8
+    ("fp8(allgather, format='e2m1', block=32, scale='e8m0')", (1 << 19) + (1 << 15)),  # MXFP4
     ("sign(allgather)", (1 << 17) + 4),
     ("qsgd(allgather, levels=7, block=512)", (1 << 19) + 4 * (1 << 11)),
     ("terngrad(allgather)", (1 << 18) + 4),

@@ -30,6 +30,7 @@ CODECS: tuple[str, ...] = (
     "lloyd_max(allgather)",
     "lloyd_max(allgather, bits=4)",
     "fp8(allgather)",
+    "fp8(allgather, format='e2m1', block=32, scale='e8m0')",
     "sign(allgather)",
     "majority_vote(allgather)",
     "natural(allgather)",

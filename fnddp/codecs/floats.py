@@ -1,57 +1,123 @@
-"""Short floats: 8 bits with a scale for each block, or a sign and an exponent alone."""
+"""Short floats: 8 or 4 bits with a scale for each block, or a sign and an exponent alone."""
 
 import math
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fnddp.codecs.packing import block_size, blocks_of, in_blocks, inverse, is_negative, pack_bits, unpack_bits
+from fnddp.codecs.packing import (
+    block_size,
+    blocks_of,
+    in_blocks,
+    inverse,
+    is_negative,
+    pack,
+    pack_bits,
+    unpack,
+    unpack_bits,
+)
 from fnddp.core.codec import Codec, Key, Payload, wide
 from fnddp.core.opaque import rounded, shortened
 from fnddp.core.options import at_least, one_of
 from fnddp.core.sync import Sync, transform
 from fnddp.torch_private import reinterpreted
 
-FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+class Format(NamedTuple):
+    """Floats of `bits` bits, of which the largest is `largest`, and the largest power of two 2 ** `top`.
+
+    Sign-extended to 16 bits, times 2 ** `shift`, and without the bits of `copies` (of the sign), one has the bits of a
+    float16 that is smaller by the factor 2 ** `less`, whose exponent has a larger bias.
+    """
+
+    bits: int
+    largest: float
+    top: int
+    shift: int
+    copies: int
+    less: int
+    dtype: torch.dtype | None = None
+
+
+FORMATS = {
+    "e4m3": Format(8, 448, 8, 7, 1 << 14, 8, torch.float8_e4m3fn),
+    "e5m2": Format(8, 57344, 15, 8, 0, 0, torch.float8_e5m2),
+    "e2m1": Format(4, 6, 2, 9, 7 << 12, 14),
+}
+BIAS, MANTISSA = 127, 23  # of float32
+NOT_FINITE = 255 << MANTISSA
 
 
 @transform
 class fp8(Codec):
-    """Send each element as an 8-bit float, after scaling its block to the format's range.
+    """Send each element as an 8-bit float, after scaling its block to the format's range; or as one of 4 bits.
 
     Its error is relative to the element, that of `quantize` to the block: e4m3 errs by at most 1 / 16 of an element
-    down to 2 ** -14 of the block's largest one, e5m2 by 1 / 8 down to 2 ** -29. The wrong choice for blocks of elements
-    of one magnitude, which int8 rounds finer; and, being biased, without `error_feedback`. A block whose largest
-    element is below the smallest normal number times the format's largest (5.3e-36 for e4m3 of float32) becomes zeros.
+    down to 2 ** -14 of the block's largest one, e5m2 by 1 / 8 down to 2 ** -29, e2m1 by 1 / 4 down to 1 / 6. The wrong
+    choice for blocks of elements of one magnitude, which int8 rounds finer; and, being biased, without
+    `error_feedback`. A block whose largest element is below the smallest normal number times the format's largest
+    (5.3e-36 for e4m3 of float32) becomes zeros.
+
+    The block formats of accelerators, to the bit, are `fp8(two_shot, block=32, scale="e8m0")`, which is MXFP8, and
+    `fp8(two_shot, format="e2m1", block=32, scale="e8m0")`, MXFP4. Powers of two are coarser scales: the largest element
+    of a block may be rounded down to the format's largest, in e4m3 by an eighth, in e5m2 also by an eighth, and in e2m1
+    by a quarter. Gradients beyond the range of float32 are not finite then.
 
     Args:
-        inner: The carrier, or a codec for the scales: `fp8(bf16(two_shot))`.
-        format: "e4m3" (torch.float8_e4m3fn, up to 448) or "e5m2" (torch.float8_e5m2, up to 57,344).
-        block: Elements that share a scale; None for the row: a leaf, or a rank's part of it.
+        inner: The carrier, or a codec for the scales: `fp8(bf16(two_shot))`; with powers of two a carrier.
+        format: "e4m3" (torch.float8_e4m3fn, up to 448), "e5m2" (torch.float8_e5m2, up to 57,344), or "e2m1" (of 4 bits:
+            0, 0.5, 1, 1.5, 2, 3, 4 and 6, two in a byte).
+        block: Elements that share a scale; None for the row: a leaf, or a rank's part of it. Even for e2m1.
+        scale: "float32", or wider for wider gradients, which makes the largest element of a block the largest of the
+            format; or "e8m0", a power of two in 8 bits, torch.float8_e8m0fnu.
 
     Source: Micikevicius et al., "FP8 formats for deep learning", arXiv 2209.05433; a scale for a block as in torchft's
-    quantized all-reduce, which has one for a row.
+    quantized all-reduce, which has one for a row. OCP Microscaling Formats (MX) Specification 1.0, 2023, sections 5 and
+    6.3: the exponent of a scale is that of the largest element less that of the format's largest power of two; elements
+    are rounded to nearest, ties to even, and those beyond the largest to it; a block that is not finite is all NaN.
 
     >>> from fnddp import allgather
     >>> fp8(allgather)({"w": torch.tensor([448.0, 19.0, -1.0, 0.0])}, ())[0]
     {'w': tensor([448.,  20.,  -1.,   0.])}
+    >>> fp8(allgather, format="e2m1", block=32, scale="e8m0")({"w": torch.tensor([7.0, 2.6, -1.0, 0.1])}, ())[0]
+    {'w': tensor([ 6.,  3., -1.,  0.])}
     """
 
     inner: Sync
     format: str = "e4m3"
     block: int | None = 128
+    scale: str = "float32"
 
-    limits: ClassVar = {"format": one_of(*FORMATS), "block": at_least(1)}
+    limits: ClassVar = {"format": one_of(*FORMATS), "block": at_least(1), "scale": one_of("float32", "e8m0")}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format == "e2m1" and self.block is not None and self.block % 2:
+            raise ValueError(f"fp8: block must be even for e2m1, of which two share a byte, got {self.block}")
+
+    @property
+    def has_fractions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.scale == "float32"
 
     def encode(self, x: Tensor) -> Payload:
-        dtype = FORMATS[self.format]
-        largest = torch.finfo(dtype).max
-        blocks = in_blocks(x.to(wide(x.dtype)), self.block)
-        scale = torch.maximum(blocks.amax(-1), -blocks.amin(-1)).abs() / largest  # never -0.0
-        q = blocks * inverse(scale).unsqueeze(-1)  # up to rounding within the format's range, and rounded into it
+        form = FORMATS[self.format]
+        blocks = in_blocks(x.to(wide(x.dtype) if self.has_fractions else torch.float32), self.block)
+        largest = torch.maximum(blocks.amax(-1), -blocks.amin(-1)).abs()  # never -0.0
+        if self.has_fractions:
+            scale = largest / form.largest
+            q = blocks * inverse(scale).unsqueeze(-1)  # up to rounding within the format's range
+        else:
+            exponent = torch.bitwise_right_shift(reinterpreted(largest, torch.int32), MANTISSA)
+            scale = torch.where(exponent == 255, 255, (exponent - form.top).clamp(min=0)).to(torch.uint8)
+            # Its inverse, which is a normal number, without rounding; where it is NaN, of any value.
+            q = blocks * reinterpreted((254 - scale.to(torch.int32)).abs() * (1 << MANTISSA), torch.float32).unsqueeze(
+                -1
+            )
+            q = q.clamp(-form.largest, form.largest)
         # Bytes: no codec inside may take them for fractions, and gloo and NCCL do not know the dtype.
-        return {"scale": scale, "q": reinterpreted(rounded(q, dtype), torch.uint8)}
+        q = _in_four_bits(q) if form.dtype is None else reinterpreted(rounded(q, form.dtype), torch.uint8)
+        return {"scale": scale, "q": q}
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
         return {"scale": blocks_of(length, self.block, n)}
@@ -60,15 +126,28 @@ class fp8(Codec):
         return block_size(self.block, n)
 
     def decode(self, payload: Payload, n: int) -> Tensor:
-        scale = payload["scale"] * (256 if self.format == "e4m3" else 1)
-        # A float16 has the bits of both and zeros behind: converting that is many times as fast as converting a byte.
-        signed = reinterpreted(payload["q"], torch.int8).to(torch.int16)
-        half = signed * 128 & ~(1 << 14) if self.format == "e4m3" else signed * 256  # e4m3's bias is less by 8
-        return shortened((reinterpreted(half, torch.float16).to(scale.dtype) * scale.unsqueeze(-1)).flatten(-2), n)
+        form, scale = FORMATS[self.format], payload["scale"]
+        q = reinterpreted(unpack(payload["q"], form.bits, block_size(self.block, n)), torch.int8)
+        # A float16 has the bits of all and zeros behind: converting that is many times as fast as converting a byte.
+        half = torch.bitwise_and(q.to(torch.int16) * (1 << form.shift), ~form.copies)
+        if not self.has_fractions:
+            exponent = scale.to(torch.int32)
+            powers = torch.where(exponent == 0, 1 << MANTISSA - 1, exponent * (1 << MANTISSA))
+            scale = torch.where(exponent == 255, math.nan, reinterpreted(powers, torch.float32))
+        value = reinterpreted(half, torch.float16).to(scale.dtype)
+        if form.dtype is None:  # a scale may be too large for the factor
+            value = value * 2**form.less
+        else:
+            scale = scale * 2**form.less
+        return shortened((value * scale.unsqueeze(-1)).flatten(-2), n)
 
 
-BIAS, MANTISSA = 127, 23  # of float32
-NOT_FINITE = 255 << MANTISSA
+def _in_four_bits(q: Tensor) -> Tensor:
+    """Return numbers of up to 6 rounded to e2m1, ties to even, in sign and magnitude, two in a byte."""
+    size = q.abs()
+    # Steps of 0.5 up to 2, 1 up to 4, and 2 beyond: the least of three lines, each rounded by itself.
+    steps = torch.minimum(torch.minimum((2 * size).round(), size.round() + 2), (size / 2).round() + 4)
+    return pack((steps + 8 * is_negative(q)).to(torch.int8), 4)
 
 
 @transform

@@ -1,5 +1,6 @@
 """Levels of a normal distribution: 1 to 4 bits for each element, and 8 for the scale of a block."""
 
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -19,6 +20,7 @@ LEVELS = {
     3: (0.245094, 0.756005, 1.343909, 2.151946),
     4: (0.128395, 0.388048, 0.656759, 0.94234, 1.256231, 1.618046, 2.069017, 2.73259),
 }
+BETWEEN = {bits: [(lower + upper) / 2 for lower, upper in pairwise(levels)] for bits, levels in LEVELS.items()}
 DROPPED = 20  # bits of a float32 behind the first three of its fraction
 SMALLEST = (127 << 3) - 255  # what is left of 1.0, the largest ratio of scales, becomes 255
 
@@ -71,8 +73,8 @@ class lloyd_max(Codec):
         y = blocks * inverse(rms).unsqueeze(-1)
         levels, magnitude = LEVELS[self.bits], y.abs()
         q = torch.zeros_like(y, dtype=torch.int8)
-        for lower, upper in zip(levels, levels[1:], strict=False):
-            q = q + (magnitude > (lower + upper) / 2)
+        for end in BETWEEN[self.bits]:
+            q = q + (magnitude > end)
         q = torch.bitwise_xor(q, is_negative(blocks))
         # Padding, which is zeros, is at the lowest level, and does not count.
         level = self._level(q, y.dtype)

@@ -278,8 +278,9 @@ class Codec(Sync):
     ranks, leaves and steps draw different numbers. One that takes an average over a row sets `averages`, and takes a
     `length` in `encode`, as described there.
 
-    In codecs with a scale for each block, scales travel as `[rows, blocks]` in float32 or wider (in `lloyd_max` as bytes,
-    parts of a float32 or wider `[rows, 1]`), and elements of b bits as `[rows, blocks, ceil(block * b / 8)]` bytes; the last block of a row is padded with zeros that travel.
+    In codecs with a scale for each block, scales travel as `[rows, blocks]` in float32 or wider (in `lloyd_max` as
+    bytes, parts of a float of each row; in `fp8` as exponents, if asked for), and elements of b bits as `[rows, blocks,
+    ceil(block * b / 8)]` bytes; the last block of a row is padded with zeros that travel.
 
     Raises:
         TypeError: `inner` does not carry payloads, as in all codecs.

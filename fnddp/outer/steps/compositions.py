@@ -62,8 +62,8 @@ def muloco(
         bits: Bits of each difference, 1 to 4.
         decay, carrier: See `sparse_loco`.
 
-    Source: Thérien et al., "MuLoCo", arXiv 2505.23725, Algorithm 1 with quantization and error feedback; levels that are
-    not evenly spaced, as there: two bits of `quantize` train much worse.
+    Source: Thérien et al., "MuLoCo", arXiv 2505.23725, Algorithm 1 with quantization and error feedback; with levels
+    that are not evenly spaced, as there: two bits of `quantize` train much worse.
 
     >>> muloco(every=30)
     diloco(error_feedback(bucketize(lloyd_max(two_shot))), every=30)
