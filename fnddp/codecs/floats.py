@@ -97,14 +97,14 @@ class fp8(Codec):
             raise ValueError(f"fp8: block must be even for e2m1, of which two share a byte, got {self.block}")
 
     @property
-    def has_fractions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.scale == "float32"
+    def nests(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return frozenset({"around", "inside"} if self.scale == "float32" else {"around"})
 
     def encode(self, x: Tensor) -> Payload:
         form = FORMATS[self.format]
-        blocks = in_blocks(x.to(wide(x.dtype) if self.has_fractions else torch.float32), self.block)
+        blocks = in_blocks(x.to(wide(x.dtype) if self.scale == "float32" else torch.float32), self.block)
         largest = torch.maximum(blocks.amax(-1), -blocks.amin(-1)).abs()  # never -0.0
-        if self.has_fractions:
+        if self.scale == "float32":
             scale = largest / form.largest
             q = blocks * inverse(scale).unsqueeze(-1)  # up to rounding within the format's range
         else:
@@ -130,7 +130,7 @@ class fp8(Codec):
         q = reinterpreted(unpack(payload["q"], form.bits, block_size(self.block, n)), torch.int8)
         # A float16 has the bits of all and zeros behind: converting that is many times as fast as converting a byte.
         half = torch.bitwise_and(q.to(torch.int16) * (1 << form.shift), ~form.copies)
-        if not self.has_fractions:
+        if self.scale == "e8m0":
             exponent = scale.to(torch.int32)
             powers = torch.where(exponent == 0, 1 << MANTISSA - 1, exponent * (1 << MANTISSA))
             scale = torch.where(exponent == 255, math.nan, reinterpreted(powers, torch.float32))
