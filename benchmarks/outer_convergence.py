@@ -31,11 +31,13 @@ from fnddp.cli import picture
 SYNCHRONOUS = "allreduce"  # gradients, in every step
 PLAIN = [SYNCHRONOUS, *(f"diloco(allreduce, every={h})" for h in (10, 30, 100))]
 FOUR_BITS = "diloco(bucketize(quantize(two_shot, bits=4)), every=30)"
+TWO_BITS, EVEN = (f"diloco(error_feedback(bucketize(quantize(two_shot, bits={b}))), every=30)" for b in (2, 4))
 SPARSE = "sparse_loco(every=30, k=512)"  # an eighth of the differences: 64 of 4,096 want a larger model
 MORE = [
     "local_sgd(every=30)",
     FOUR_BITS,
-    "muloco(every=30)",  # with AdamW: what 2 bits do
+    TWO_BITS,
+    "muloco(every=30)",  # with AdamW: what 2 bits do that are not evenly spaced
     SPARSE,
     "sparse_loco(every=30)",
     "streaming_diloco(bucketize(quantize(two_shot, bits=4)), every=30, fragments=4, delay=3, alpha=0.5)",
@@ -43,7 +45,8 @@ MORE = [
 RANDOM, TRAINED = "random", "trained"  # trained: by as many steps of averaged gradients on 8 workers
 LR = {RANDOM: 3e-3, TRAINED: 1e-3}
 ADAMW, MUON = "AdamW", "Muon"  # the local optimizer
-WITH_MUON = [SYNCHRONOUS, "diloco(allreduce, every=30)", "muloco(every=30)", "muloco(every=30, bits=4)"]
+MULOCO = ["muloco(every=30)", "muloco(every=30, bits=4)"]
+WITH_MUON = [SYNCHRONOUS, "diloco(allreduce, every=30)", TWO_BITS, EVEN, *MULOCO]
 Runs = list[tuple[str, str, int, list[str], list[int]]]
 # From which parameters, with which local optimizer, on how many workers, what, with which seeds.
 RUNS: Runs = [

@@ -98,17 +98,13 @@ class fp8(Codec):
 
     @property
     def nests(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return frozenset({"around"} if self._has_exponents else {"around", "inside"})
-
-    @property
-    def _has_exponents(self) -> bool:
-        return self.scale == "e8m0"
+        return frozenset({"around", "inside"} if self.scale == "float32" else {"around"})
 
     def encode(self, x: Tensor) -> Payload:
         form = FORMATS[self.format]
-        blocks = in_blocks(x.to(torch.float32 if self._has_exponents else wide(x.dtype)), self.block)
+        blocks = in_blocks(x.to(wide(x.dtype) if self.scale == "float32" else torch.float32), self.block)
         largest = torch.maximum(blocks.amax(-1), -blocks.amin(-1)).abs()  # never -0.0
-        if not self._has_exponents:
+        if self.scale == "float32":
             scale = largest / form.largest
             q = blocks * inverse(scale).unsqueeze(-1)  # up to rounding within the format's range
         else:
@@ -134,7 +130,7 @@ class fp8(Codec):
         q = reinterpreted(unpack(payload["q"], form.bits, block_size(self.block, n)), torch.int8)
         # A float16 has the bits of all and zeros behind: converting that is many times as fast as converting a byte.
         half = torch.bitwise_and(q.to(torch.int16) * (1 << form.shift), ~form.copies)
-        if self._has_exponents:
+        if self.scale == "e8m0":
             exponent = scale.to(torch.int32)
             powers = torch.where(exponent == 0, 1 << MANTISSA - 1, exponent * (1 << MANTISSA))
             scale = torch.where(exponent == 255, math.nan, reinterpreted(powers, torch.float32))
