@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fnddp.codecs.packing import block_size, blocks_of, in_blocks, inverse, is_negative, pack_bits, unpack_bits
-from fnddp.core.codec import Codec, Key, Payload, wide
+from fnddp.core.codec import Carrying, Codec, Key, Payload, wide
 from fnddp.core.opaque import rounded, shortened
 from fnddp.core.options import at_least, one_of
-from fnddp.core.sync import Sync, transform
+from fnddp.core.sync import transform
 from fnddp.torch_private import reinterpreted
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -38,7 +38,7 @@ class fp8(Codec):
     {'w': tensor([448.,  20.,  -1.,   0.])}
     """
 
-    inner: Sync
+    inner: Carrying
     format: str = "e4m3"
     block: int | None = 128
 
@@ -91,7 +91,7 @@ class natural(Codec):
     {'w': tensor([ 4.0000, -0.5000,  0.0000])}
     """
 
-    inner: Sync
+    inner: Carrying
     seed: int = 0
 
     draws = True
