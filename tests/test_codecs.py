@@ -226,7 +226,7 @@ def test_blocks_of_power_of_two_scales_are_those_of_the_ocp_specification(data, 
     scale, codes, read = in_mx(x[0].tolist(), format)
     got = payload["q"].flatten().tolist()
     if format == "e2m1":
-        got = [layers >> shift & 15 for layers in got for shift in (0, 4)]
+        got = [code >> shift & 15 for code in got for shift in (0, 4)]
     assert (payload["scale"].tolist(), got) == ([[scale]], codes)
     decoded = codec.decode(payload, 32)
     assert torch.equal(decoded, torch.tensor([read]))

@@ -1,7 +1,7 @@
 """Short floats: 8 or 4 bits with a scale for each block, or a sign and an exponent alone."""
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from fnddp.codecs.packing import (
     unpack,
     unpack_bits,
 )
-from fnddp.core.codec import Codec, Key, Payload, wide
+from fnddp.core.codec import Carrying, Codec, Key, Payload, wide
 from fnddp.core.opaque import rounded, shortened
 from fnddp.core.options import at_least, one_of
-from fnddp.core.sync import Sync, transform
+from fnddp.core.sync import transform
 from fnddp.torch_private import reinterpreted
 
 
@@ -84,10 +84,10 @@ class fp8(Codec):
     {'w': tensor([ 6.,  3., -1.,  0.])}
     """
 
-    inner: Sync
-    format: str = "e4m3"
+    inner: Carrying
+    format: Literal["e4m3", "e5m2", "e2m1"] = "e4m3"
     block: int | None = 128
-    scale: str = "float32"
+    scale: Literal["float32", "e8m0"] = "float32"
 
     limits: ClassVar = {"format": one_of(*FORMATS), "block": at_least(1), "scale": one_of("float32", "e8m0")}
 
@@ -170,7 +170,7 @@ class natural(Codec):
     {'w': tensor([ 4.0000, -0.5000,  0.0000])}
     """
 
-    inner: Sync
+    inner: Carrying
     seed: int = 0
 
     draws = True
