@@ -28,7 +28,6 @@ import fnddp
 from fnddp import RankMismatchError, outer
 from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel, QuorumError
 from fnddp.laws import bits
-from fnddp.reducers.all_reduce import allreduce
 from tests.replicas import (
     POINTS,
     Job,
@@ -269,30 +268,49 @@ def test_the_lighthouse_is_gone():
 
 
 def join_with_another(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
-    """The second replica joins with another pipeline: it alone is told, and the first one goes on."""
+    """The second replica is another one: it alone is told, again and again, and the first one goes on."""
+    torch.manual_seed(0)
     training = Training(seed=0)
     refused = folder / "refused"
     if name == "r1":
         read(folder / "begun")
+        if "network" in options:
+            training.net.append(nn.Linear(4, 4))
+            training.optimizer.add_param_group({"params": training.net[3].parameters()})
     manager = new_manager(name, address, training)
-    model = DistributedDataParallel(manager, training.net, sync=fnddp.parse(LOSSY) if name == "r0" else allreduce)
+    model = DistributedDataParallel(manager, training.net, sync=options.get("sync", LOSSY) if name == "r1" else LOSSY)
     if name == "r1":
-        with pytest.raises(RankMismatchError, match=r"disagree about pipeline: rank 0: error_feedback.*rank 1: allred"):
-            manager.start_quorum()
+        for _ in range(100):
+            with pytest.raises(RankMismatchError, match=options["says"]):
+                manager.start_quorum()
+        manager.shutdown(wait=False)  # as those do who catch an error and end
         refused.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    committed = 0
-    while committed < 3:
+        read(folder / "ended")
+        return
+    ended, lost = 0, 0
+    while ended < 5:
         manager.start_quorum()
         model(torch.ones(1, 8)).sum().backward()
-        if manager.should_commit():
-            (folder / "begun").touch()
-            committed += refused.exists()
+        is_committed = manager.should_commit()
+        (folder / "begun").touch()
+        ended += is_committed and refused.exists()
+        lost += not is_committed
         time.sleep(0.02)
+    assert manager.num_participants() == 1
+    assert lost == 1  # the step in which the other one came
+    (folder / "ended").touch()
 
 
-def test_a_replica_joins_with_another_pipeline():
-    on_processes(2, join_with_another)
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {"sync": "allreduce", "says": r"disagree about pipeline: rank 0: error_feedback.*rank 1: allreduce"},
+        {"network": "larger", "says": r"disagree about leaf '3.weight': rank 0: nothing; rank 1: float32\[4, 4\]"},
+    ],
+    ids=["pipeline", "parameters"],
+)
+def test_a_replica_that_differs_gives_way_for_good_and_the_others_go_on(differs: dict[str, str]):
+    on_processes(2, join_with_another, **differs)
 
 
 # Replicas of several ranks, of which each has its own part of the model, as with tensor or pipeline parallel. If one

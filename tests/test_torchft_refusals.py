@@ -32,6 +32,7 @@ class StandIn(SimpleNamespace):
                 "_quorum_id": -1,
                 "_pg": Backend(),
                 "_user_state_dicts": {},
+                "_load_state_dict_fns": {},
                 "num_participants": lambda: 0,
                 "participating_rank": lambda: None,
                 "errored": lambda: None,
@@ -45,7 +46,7 @@ class StandIn(SimpleNamespace):
         self._user_state_dicts[key] = give
 
 
-def wrapped(sync: fnddp.Sync = allreduce, **options: Any) -> DistributedDataParallel:
+def wrapped(sync: fnddp.Sync | str = allreduce, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(StandIn(), Network(0), sync=sync, **options)
 
 
@@ -64,6 +65,11 @@ SCATTERED = (REDUCE_SCATTER, torch.zeros(2, 1), torch.zeros(1), "sum", None)
         (lambda: ManagerWire(StandIn()).size("island"), "leave group out"),
         (lambda: wrapped(fp16(all_reduce(group="island"))), "process group 'island', but a manager knows one group"),
         (lambda: wrapped(fnddp.ef21(fnddp.topk(fnddp.allgather, k=1))), "use error_feedback"),
+        (lambda: wrapped("auto"), 'sync="auto" measures torch.distributed'),
+        (
+            lambda: fnddp.DistributedDataParallel(Network(0), sync="auto", wire=ManagerWire(StandIn())),
+            "name a pipeline",
+        ),
         (
             lambda: wrapped(fnddp.sign(two_shot(server_memory=True))),
             r"'residual.0.weight' of its state is float32\[64\] for two",

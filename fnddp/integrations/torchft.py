@@ -230,15 +230,18 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
     Args:
         manager: With `use_async_quorum=False`. Its `state_dict` and `load_state_dict` are for model and optimizer.
         module: What to wrap. Replicas may begin with different parameters: the manager makes them equal.
-        sync: The pipeline. It names no process group.
+        sync: The pipeline, or its text. It names no process group.
         **kwargs: Arguments of `fnddp.DistributedDataParallel`, except groups and initial broadcasts: each replica keeps
             its own buffers, as in torchft.
 
     Raises:
-        ValueError: The manager does not fit (see `ManagerWire`), or the pipeline: it names a process group, its
-            state is one for a fixed number of ranks, or it needs a collective that the manager's process group lacks.
+        ValueError: The manager does not fit (see `ManagerWire`), or the pipeline: it is "auto", it names a process
+            group, its state is one for a fixed number of ranks, or it needs a collective that the manager's process
+            group lacks.
         TypeError: `kwargs` has an argument that a manager decides; a parameter is a DTensor.
-        RankMismatchError: In `start_quorum`, on a replica that joins with another pipeline or other parameters.
+        RankMismatchError: In `start_quorum`, on a replica that joins with another pipeline or other parameters. It
+            leaves, as after any error while it loads the others' state: its manager is shut down, each further
+            `start_quorum` raises the error again, and the others discard one step and continue without it.
         QuorumError: In `start_quorum`: there is no quorum.
 
     Source: `torchft/ddp.py`. Deviations: collectives overlap with backward; no gradient is written where a step fails.
@@ -266,7 +269,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
     >>> manager.shutdown(); lighthouse.shutdown()
     """
 
-    def __init__(self, manager: "Manager", module: nn.Module, *, sync: Sync = allreduce, **kwargs: Any) -> None:
+    def __init__(self, manager: "Manager", module: nn.Module, *, sync: Sync | str = allreduce, **kwargs: Any) -> None:
         decided = kwargs.keys() & {"process_group", "device_mesh", "init_sync", "forward_sync_buffers", "wire"}
         if decided:
             raise TypeError(f"torchft's manager decides {', '.join(sorted(decided))}; leave it out")
@@ -289,6 +292,10 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         self._epoch: int | None = None  # of the quorum whose members have agreed
         key = f"{_KEY}.{sum(known.startswith(_KEY) for known in self.manager._user_state_dicts)}"
         manager.register_state_dict_fn(key, self._heal, self._shared)
+        # Loaded first, so that it compares parameters before the caller's function fails on others.
+        loads = self.manager._load_state_dict_fns
+        loads |= {other: loads.pop(other) for other in [*loads] if not other.startswith(_KEY)}
+        self._refused: Exception | None = None
         # A manager has no hooks.
         self.manager.start_quorum = partial(self._start_quorum, manager.start_quorum)
         self.manager.should_commit = partial(self._should_commit, manager.should_commit)
@@ -304,18 +311,27 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
                 "the manager has no state_dict, so a replica that joins would get no parameters; give Manager "
                 "state_dict and load_state_dict for the model and the optimizer"
             )
+        if self._refused is not None:
+            raise self._refused
         if self._before is not None:
             self._leave_out(self._before[1])
         try:
             start(*args, **kwargs)
+            if self._replicas.epoch != self._epoch:
+                self._agree()
         except Exception as error:
             asked = self.manager._quorum_future
-            if asked is None or asked.exception() is not error:  # raised by loading the state
-                raise
-            raise QuorumError(f"replica {self.manager._replica_id!r} is in no quorum: {error}") from error
-        if self._replicas.epoch != self._epoch:
-            self._agree()
+            if asked is not None and asked.exception() is error:
+                raise QuorumError(f"replica {self.manager._replica_id!r} is in no quorum: {error}") from error
+            self._give_way(error)
+            raise
         self._before = self.sync_state, self._engine.begun
+
+    def _give_way(self, error: Exception) -> None:
+        """Leave for good: this replica has not the others' state, but would count as one that has."""
+        self._refused = error
+        self._replicas.hang_up()
+        self.manager.shutdown(wait=False)  # the lighthouse would make no quorum without a replica that sends heartbeats
 
     def _leave_out(self, begun: int) -> None:
         """End a step without `should_commit`, in the quorum in which the others wait for it."""
@@ -344,16 +360,25 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         return is_committed
 
     def _agree(self) -> None:
-        """Compare pipelines, leaves and state among the members of a new quorum."""
+        """Compare pipelines, leaves and state among the members of a new quorum; raise where they are not the others'.
+
+        The others' are those of the first member that has agreed in a quorum before, or else of the first one.
+        """
         mine = description(self.sync, self._trained.gradients(), self.sync_state)
         try:
-            everyone = gather_over(self._replicas, mine, None, self.device)
+            everyone = gather_over(self._replicas, (self._epoch is None, mine), None, self.device)
         except RuntimeError as error:  # this step fails, and the next one has another quorum
             self._replicas.report(error)
             return
-        if any(other != mine for other in everyone):
-            raise RankMismatchError(f"of the replicas of quorum {self._replicas.epoch}, {first_difference(everyone)}")
-        self._epoch = self._replicas.epoch
+        if all(other == mine for _, other in everyone):
+            self._epoch = self._replicas.epoch
+            return
+        differs = first_difference([other for _, other in everyone])
+        error = RankMismatchError(f"of the replicas of quorum {self._replicas.epoch}, {differs}")
+        _, taken = min(everyone, key=lambda each: each[0])  # the first of several
+        if mine != taken:
+            raise error
+        self._replicas.lose(error)  # the next quorum is without those that differ
 
     def _shared(self) -> dict[str, Any]:
         """Return the part of the state that a replica that joins gets from this one."""
@@ -380,7 +405,7 @@ class PureDistributedDataParallel(DistributedDataParallel):
     Source: `torchft/ddp.py`, whose class never waits for a collective, so that replicas differ.
     """
 
-    def __init__(self, manager: "Manager", module: nn.Module, *, sync: Sync = allreduce) -> None:
+    def __init__(self, manager: "Manager", module: nn.Module, *, sync: Sync | str = allreduce) -> None:
         super().__init__(manager, module, sync=sync, bucket_cap_mb=_BYTE)
 
 

@@ -32,7 +32,7 @@ from fnddp.transforms.powersgd import powersgd
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import live_rank, world_size
-from fnddp.wire.protocol import Wire
+from fnddp.wire.protocol import Elastic, Wire
 
 AUTO: Final = "auto"
 Auto: TypeAlias = Literal["auto"]
@@ -263,9 +263,15 @@ def automatic(
     begun = perf_counter()
     held: Leaves = {}
 
-    def describe() -> dict[str, str]:
+    def require_measurable() -> None:
         if wire is not C10D:
             raise ValueError(f'sync="auto" measures torch.distributed, and not {wire!r}; name a pipeline')
+
+    if isinstance(wire, Elastic):  # whose replicas may not have met yet
+        require_measurable()
+
+    def describe() -> dict[str, str]:
+        require_measurable()
         held.update(leaves())
         return {**description(allreduce, held, None), "pipeline": AUTO}
 
