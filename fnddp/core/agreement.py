@@ -74,6 +74,7 @@ def agree_over(
     groups: Iterable[Group],
     others: Iterable[Group] = (),
     within: Mapping[str, Collection[Group]] | None = None,
+    wire: Wire = C10D,
 ) -> None:
     """Run `agree` over each of `groups`; a failure in one is raised in all, and in `others`, which compare nothing.
 
@@ -89,7 +90,7 @@ def agree_over(
     of_groups = [(group, {s: line for s, line in lines.items() if group in known.get(s, (group,))}) for group in groups]
     for group, compared in [*of_groups, *((group, dict[str, str]()) for group in others)]:
         try:
-            agree(partial(_raise, failure) if failure is not None else compared.copy, group)
+            agree(partial(_raise, failure) if failure is not None else compared.copy, group, wire)
         except Exception as error:  # ranks of the next group must learn of it
             failure = failure or error
     if failure is not None:

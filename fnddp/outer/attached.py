@@ -1,6 +1,6 @@
 """Outer steps in a training script: each runs after `optimizer.step()`; exchanges overlap with training."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fnddp.core.agreement import agree, description
+from fnddp.core.agreement import agree_over, description
 from fnddp.core.group import Group, group_name
 from fnddp.core.state import load_state_dict, parts, require_like, state_dict
 from fnddp.core.sync import REPLICATED, State, Sync
 from fnddp.core.tree import Leaves
 from fnddp.outer.contract import Exchanges, Outer
 from fnddp.outer.plan import Noted
+from fnddp.outer.shards import Shards, local, locals_of, shards_of
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
 from fnddp.run.step import Step
@@ -22,7 +23,7 @@ from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import without_autocast
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
-from fnddp.wire.protocol import CollectiveError, Wire
+from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 
 
 class Overlapped(Exchanges):
@@ -32,8 +33,8 @@ class Overlapped(Exchanges):
     error, the others `StepFailedError`. Parameters and state are then unchanged, and the next call exchanges again.
     """
 
-    def __init__(self, wire: Wire, check: Callable[[], None]) -> None:
-        self._wire, self._check = wire, check
+    def __init__(self, wire: Wire, check: Callable[[], None], other_groups: Collection[str | None] = ()) -> None:
+        self._wire, self._check, self._other_groups = wire, check, other_groups
         self._engines: dict[tuple[str, Sync], Engines] = {}
         self._open: dict[str, _Open] = {}
 
@@ -58,7 +59,9 @@ class Overlapped(Exchanges):
         """Start an exchange; if it fails, `end` raises the error, as on the other ranks."""
         self.discard([name])
         if (name, sync) not in self._engines:
-            self._engines[name, sync] = Engines(sync, donation=Donation(), learns_order=False, wire=self._wire)
+            self._engines[name, sync] = Engines(
+                sync, donation=Donation(), learns_order=False, wire=self._wire, other_groups=self._other_groups
+            )
         engine = self._engines[name, sync].of(leaves, state)
         for other in self._last_engines():
             engine.follow(other)
@@ -77,14 +80,17 @@ class Overlapped(Exchanges):
         """Finish those of the exchanges `names` that are open, on all ranks, and drop their results."""
         for name in names:
             found = self._open.pop(name, None)
-            if found is not None and found.error is None:
-                with suppress(StepFailedError):
+            if found is not None:
+                with suppress(StepFailedError if found.error is None else type(found.error)):
                     found.finish()
 
 
 @dataclass
 class _Open:
-    """An exchange under way; `error` is its failure on this rank, of which the other ranks have been notified."""
+    """An exchange under way; `error` is its failure on this rank, of which its end will notify the other ranks.
+
+    They wait for it there. Until then this rank must take its local steps, which are collectives of a sharded worker.
+    """
 
     engine: Engine
     step: Step
@@ -96,11 +102,11 @@ class _Open:
             try:
                 run()
             except Exception as error:
-                self.step.fail(error)
                 self.error = error
 
     def finish(self) -> tuple[Leaves, State]:
         if self.error is not None:
+            self.step.fail(self.error)
             raise self.error
         try:
             done = self.step.finish()
@@ -134,7 +140,8 @@ def attach(
         optimizer: The outer step runs after its steps; None if the caller runs `Attached.step`.
         outer: The outer step.
         wire: Moves bytes; torch.distributed by default.
-        group: The ranks that train together, where the pipelines of `outer` name none; None for the default group.
+        group: The ranks that exchange, where the pipelines of `outer` name none; None for the default group. Where
+            FSDP2 has sharded the model, `mesh["worker"]` of a mesh of workers and shards: the ranks of one shard.
         init_sync: Check that ranks agree, and make parameters and buffers equal to the first rank's.
         prepare: Called before a step that starts an exchange, and may load parameters and state, such as
             `start_quorum` of a torchft manager.
@@ -143,7 +150,8 @@ def attach(
             the next step exchanges again.
 
     Raises:
-        ValueError, TypeError: No parameter requires gradients, or `outer` does not fit them.
+        ValueError, TypeError: No parameter requires gradients, or `outer` does not fit them; on all ranks: `group` does
+            not fit shards.
         RankMismatchError: On all ranks, if they disagree about `outer` or the parameters.
 
     >>> from fnddp import allreduce, outer
@@ -154,7 +162,9 @@ def attach(
     >>> attached.state.step
     1
     """
+    shards = shards_of(model, group, wire, commit)
     outer = outer if group is None else outer.over(group, unnamed_only=True)
+    outer = outer.sized(shards.sizes) if shards.sizes else outer
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def described() -> dict[str, str]:
@@ -162,17 +172,18 @@ def attach(
             raise ValueError("outer.attach: no parameter of the model requires gradients")
         if optimizer is None and outer.wants_moments:
             raise ValueError(f"outer.attach: {outer!r} exchanges the moments of an optimizer; pass it")
-        like = {name: torch.empty_like(p, device="meta") for name, p in parameters.items()}
+        like = {name: torch.empty_like(local(p), device="meta") for name, p in parameters.items()}
         outer.init(outer.leaves_of(like, None))
-        return description(outer, parameters, None)
+        about = {"shard": shards.place} if shards.place else {}
+        return about | description(outer, {name: local(p) for name, p in parameters.items()}, None)
 
     if init_sync:
-        agree(described, group_name(group), wire)
-        tensors = [t.detach() for t in [*model.parameters(), *model.buffers()]]
+        agree_over(described, [group_name(group)], shards.groups, wire=wire)
+        tensors = [local(t) for t in [*model.parameters(), *model.buffers()]]
         control.broadcast(tensors, group_name(group), wire=wire)
     else:
         described()
-    return Attached(outer, model, parameters, optimizer, wire, prepare, commit)
+    return Attached(outer, model, parameters, optimizer, wire, prepare, commit, shards)
 
 
 @dataclass(eq=False, repr=False)
@@ -186,10 +197,11 @@ class Attached:
     _wire: Wire
     _prepare: Callable[[], object] | None
     _commit: Callable[[], bool] | None
+    _shards: Shards
 
     def __post_init__(self) -> None:
         self._state = self._fresh()
-        self._exchanges = Overlapped(self._wire, self._require_known)
+        self._exchanges = Overlapped(self._wire, self._require_known, self._shards.groups)
         self._handle = self._optimizer and self._optimizer.register_step_post_hook(self._after)
 
     @property
@@ -218,6 +230,7 @@ class Attached:
             RuntimeError: In an exchange: a parameter of the model that requires a gradient did not when `attach` was
                 called.
         """
+        self._shards.reshard()
         ahead = self._ahead()
         if self._prepare is not None and ahead.starts:
             self._prepare()
@@ -228,6 +241,8 @@ class Attached:
             try:
                 stepped, state = self.outer.step(leaves, self._state, self._exchanges)
             except Exception as error:
+                if ahead.done and isinstance(self._wire, Elastic):
+                    self._wire.report(error)  # to this worker's other ranks, which may have succeeded
                 if not ahead.done or self._commits() or not isinstance(error, CollectiveError | StepFailedError):
                     raise
                 return
@@ -292,7 +307,8 @@ class Attached:
 
     def _leaves(self) -> Leaves:
         state: Mapping[Any, Any] = {} if self._optimizer is None else self._optimizer.state
-        return self.outer.leaves_of(self._detached(), {name: state.get(p, {}) for name, p in self._parameters.items()})
+        moments = {name: locals_of(state.get(p, {})) for name, p in self._parameters.items()}
+        return self.outer.leaves_of(self._detached(), moments)
 
     def _detached(self) -> Leaves:
-        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+        return {name: local(parameter) for name, parameter in self._parameters.items()}

@@ -8,7 +8,7 @@ import abc
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 import torch
 
@@ -80,6 +80,10 @@ class Outer(Expression, abc.ABC):
         `moments` is the optimizer's state of each parameter, by name; None stands for zeros, before the first step.
         """
         return params
+
+    def sized(self, sizes: Mapping[str, int]) -> Self:
+        """Return this outer step for shards of leaves that have these numbers of elements, so that all shards agree."""
+        return self._map_children(lambda child: child.sized(sizes) if isinstance(child, Outer) else child)
 
     def __call__(self, params: Tree, state: State) -> tuple[Tree, State]:
         """Run the outer step after a local step, on all ranks.

@@ -456,12 +456,20 @@ class Engines:
     """
 
     def __init__(
-        self, sync: Sync, *, donation: Donation, learns_order: bool, wire: Wire = C10D, backend: str | None = None
+        self,
+        sync: Sync,
+        *,
+        donation: Donation,
+        learns_order: bool,
+        wire: Wire = C10D,
+        backend: str | None = None,
+        other_groups: Collection[str | None] = (),
     ) -> None:
         self.last: Engine | None = None
         self._sync, self._wire = sync, wire
-        self._groups = sorted({None, *groups_of(sync)}, key=str)
+        self._groups = sorted({None, *groups_of(sync), *other_groups}, key=str)
         options: Any = {"donation": donation, "learns_order": learns_order, "wire": wire, "backend": backend}
+        options["other_groups"] = other_groups
         self._make = partial(Engine, sync, **options)
         self._engines: dict[Any, Engine] = {}
         self._calls: dict[Any, object] = {}

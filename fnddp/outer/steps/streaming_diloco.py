@@ -1,8 +1,10 @@
 """Streaming DiLoCo: fragments of the model are exchanged in turn, while ranks train."""
 
+import copy
 import re
+from collections.abc import Mapping
 from fnmatch import translate
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import torch
 
@@ -75,6 +77,7 @@ class streaming_diloco(Descending):
     nesterov: bool = True
 
     named = frozenset({"every", "fragments"})
+    _sizes = None  # of whole leaves, where these are shards
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +92,7 @@ class streaming_diloco(Descending):
 
     def init(self, params: Tree) -> State:
         anchor, velocity = self.anchored(params)
-        fragments = {str(i): leaves for i, leaves in enumerate(divided(anchor, self.fragments))}
+        fragments = {str(i): leaves for i, leaves in enumerate(divided(anchor, self.fragments, self._sizes))}
         return StreamingDiLoCoState(
             step=0,
             anchor=anchor,
@@ -102,7 +105,7 @@ class streaming_diloco(Descending):
         self.require_own(params, state, StreamingDiLoCoState)
         state = replaced(state, step=state.step + 1)
         for i in self._due(state.step):
-            delta = outer_gradient(divided(state.anchor, self.fragments)[i], params)
+            delta = outer_gradient(divided(state.anchor, self.fragments, self._sizes)[i], params)
             state = replaced(state, pending={**state.pending, str(i): delta})
             exchanges.begin(str(i), self.sync, delta, state.inner[str(i)])
         for i in self._due(state.step - self.delay):
@@ -111,6 +114,11 @@ class streaming_diloco(Descending):
             pending = {**state.pending, name: _zeros(delta)} if self.delay else {}
             state = replaced(state, pending=pending, inner={**state.inner, name: inner})
         return params, state
+
+    def sized(self, sizes: Mapping[str, int]) -> Self:
+        made = copy.copy(self)
+        object.__setattr__(made, "_sizes", dict(sizes))
+        return made
 
     def _check_fragments(self) -> None:
         what, given = "streaming_diloco: fragments", self.fragments
@@ -139,20 +147,24 @@ def _zeros(leaves: Leaves) -> Leaves:
     return {path: torch.zeros_like(leaf) for path, leaf in leaves.items()}
 
 
-def divided(leaves: Leaves, fragments: Fragments) -> list[Leaves]:
-    """Return the leaves of each fragment: runs of about the same size, or the leaves of each pattern."""
+def divided(leaves: Leaves, fragments: Fragments, sizes: Mapping[str, int] | None = None) -> list[Leaves]:
+    """Return the leaves of each fragment: runs of about the same size, or the leaves of each pattern.
+
+    `sizes` are those of whole leaves, where these are shards.
+    """
     owner = "streaming_diloco"
     if not isinstance(fragments, int):
         patterns = {pattern: re.compile(translate(pattern)) for pattern in fragments}
         return list(split_by_pattern(owner, leaves, patterns).values())
     if len(leaves) < fragments:
         raise ValueError(f"{owner}: {len(leaves)} leaves cannot be {fragments} fragments; a leaf is not divided")
+    sizes = {path: leaf.numel() for path, leaf in leaves.items()} if sizes is None else sizes
     runs: list[Leaves] = []
-    paths, left = list(leaves), sum(leaf.numel() for leaf in leaves.values())
+    paths, left = list(leaves), sum(sizes[path] for path in leaves)
     for later in reversed(range(fragments)):  # runs after this one
         run, size, target = list[str](), 0, left / (later + 1)
         while len(paths) > later:
-            following = leaves[paths[0]].numel()
+            following = sizes[paths[0]]
             if run and later and size + following - target > target - size:
                 break
             run.append(paths.pop(0))

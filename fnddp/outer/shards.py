@@ -1,0 +1,125 @@
+"""Workers whose models FSDP2 has sharded: each rank exchanges its own shards with the same shards of other workers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fnddp.core.agreement import agree
+from fnddp.core.group import Group, group_name
+from fnddp.torch_private import fsdp_groups
+from fnddp.wire.c10d import C10d
+from fnddp.wire.groups import live_group
+from fnddp.wire.protocol import Wire
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How the parameters of a worker are divided between its ranks. Without any field, a rank has all of them.
+
+    Attributes:
+        groups: The process groups within the worker, whose ranks hold its other shards and end exchanges alike, by a
+            vote; on a wire other than torch.distributed's none, since there `commit` decides.
+        sizes: Numbers of elements of whole parameters, by name.
+        place: This rank's shard, in words.
+        modules: What FSDP may have left whole.
+    """
+
+    groups: tuple[str | None, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    place: str = ""
+    modules: tuple[Any, ...] = ()
+
+    def reshard(self) -> None:
+        """Have all parameters be shards, which a forward without a backward leaves whole."""
+        for module in self.modules:
+            module.reshard()
+
+
+def shards_of(model: nn.Module, group: Group, wire: Wire, commit: Callable[[], bool] | None) -> Shards:
+    """Return how the parameters of `model` that require gradients are sharded, or `Shards()`. All ranks call it.
+
+    Args:
+        group: The ranks that hold the same shard in each worker.
+        wire, commit: See `attach`.
+
+    Raises:
+        TypeError: They are not, or hold several shards of one worker; or a parameter is not sharded, and others are.
+        ValueError: There is no `commit`, where `wire` is not torch.distributed's.
+        RankMismatchError: Another rank has raised one.
+    """
+    modules = tuple(module for module, _ in fsdp_groups(model).values())
+    made = Shards(modules=modules)
+    made.reshard()
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+    if not sharded:
+        return Shards()
+    largest = max((p.device_mesh for p in sharded.values()), key=DeviceMesh.size)
+
+    def check() -> dict[str, str]:
+        for name, p in parameters.items():
+            if not isinstance(p, DTensor):
+                raise TypeError(
+                    f"outer.attach: parameter {name!r} is not sharded, and others are, so the ranks of a worker would "
+                    "train it apart; call fully_shard on the whole model first, with mesh=mesh['shard']"
+                )
+            if not _ranks(p.device_mesh) <= _ranks(largest):
+                raise TypeError(f"outer.attach: parameter {name!r} is on {p.device_mesh}, and others are on {largest}")
+        if isinstance(wire, C10d):
+            _require_workers(group, largest)
+        elif commit is None:
+            raise ValueError(
+                "outer.attach: over a wire other than torch.distributed's, the ranks of a sharded worker agree by "
+                "`commit` alone; give it, such as commit=manager.should_commit"
+            )
+        return {}
+
+    agree(check, None)  # of all ranks, since one without a mesh knows no smaller group
+    groups = tuple(dict.fromkeys(group_name((largest, dim)) for dim in range(largest.ndim)))
+    if not isinstance(wire, C10d):
+        groups = ()
+    place = f"{largest.get_coordinate()} of {list(largest.shape)}"
+    return Shards(groups, {name: p.numel() for name, p in sharded.items()}, place, modules)
+
+
+def _require_workers(group: Group, shards: DeviceMesh) -> None:
+    """Raise a TypeError unless `group` has one rank of this worker, which has those of `shards`."""
+    fix = (
+        "make mesh = init_device_mesh(..., (workers, shards), mesh_dim_names=('worker', 'shard')), call fully_shard "
+        "with mesh=mesh['shard'] and outer.attach with group=mesh['worker']"
+    )
+    if group is None:
+        raise TypeError(
+            f"outer.attach: the model is sharded over ranks {sorted(_ranks(shards))}, so the default group is not that "
+            f"of the workers; {fix}"
+        )
+    if isinstance(group, DeviceMesh) and group.ndim != 1:
+        raise TypeError(
+            f"outer.attach: group={group} has {group.ndim} dimensions, and ranks of one shard are in one; {fix}"
+        )
+    workers = set(dist.get_process_group_ranks(live_group(group_name(group))))
+    if len(workers & _ranks(shards)) > 1:
+        raise TypeError(
+            f"outer.attach: ranks {sorted(workers)} of group hold different shards of one worker, whose ranks are "
+            f"{sorted(_ranks(shards))}, and an exchange is between the same shards of several workers; {fix}"
+        )
+
+
+def _ranks(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return `tensor`, or this rank's shard of it, in the same memory."""
+    detached: Any = tensor.detach()
+    return detached.to_local() if isinstance(tensor, DTensor) else detached
+
+
+def locals_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state that an optimizer has of a parameter, with shards in place of tensors."""
+    return {key: local(each) if isinstance(each, Tensor) else each for key, each in state.items()}

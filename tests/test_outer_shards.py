@@ -1,0 +1,202 @@
+"""Outer steps between workers that FSDP2 has sharded: as between workers of one process, to the bit."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import fnddp
+from fnddp import outer
+from fnddp.laws import bits
+from fnddp.run.vote import StepFailedError
+from fnddp.wire.c10d import C10d
+from tests.ranks import on_ranks
+from tests.sharded import Net, loss, meshes, sharded
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=0.01, foreach=False)
+STEPS = {
+    "local_sgd": ("local_sgd(every=2, sync=two_shot)", SGD),
+    "post_local_sgd": ("post_local_sgd(start=3, every=2, sync=allgather)", SGD),
+    "hierarchical_local_sgd": ("hierarchical_local_sgd({2: allgather, 4: allreduce})", SGD),
+    "diloco": ("diloco(allreduce, every=3)", SGD),
+    "streaming_diloco": ("streaming_diloco(two_shot, every=4, fragments=3, delay=2, alpha=0.5)", SGD),
+    "des_loc": (
+        "des_loc({'params': diloco(allgather, every=2), 'exp_avg': local_sgd(every=3), 'exp_avg_sq': "
+        "local_sgd(every=4)})",
+        ADAMW,
+    ),
+}
+CODECS = {
+    "sparse_loco": "sparse_loco(every=2, k=4, chunk=16)",
+    "muloco": "muloco(every=2)",
+    "4 bits": "diloco(error_feedback(quantize(two_shot, bits=4, block=16)), every=2)",
+    "powersgd": "diloco(error_feedback(powersgd(allreduce, rank=1)), every=2)",
+}
+
+
+def workers() -> Any:
+    return meshes(2, 2, names="worker shard")
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in model.named_parameters()}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, steps: range) -> list[float]:
+    """Both shards of a worker see its batches, so that their mean is the gradient of a worker of one process."""
+    losses: list[float] = []
+    for step in steps:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * worker + step))
+        optimizer.zero_grad()
+        value = loss(model, x)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def unsharded(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+@pytest.mark.parametrize("name", STEPS)
+@on_ranks(4)
+def test_workers_that_are_sharded_are_workers_of_one_process_to_the_bit(rank: int, name: str):
+    mesh, (text, make), worker = workers(), STEPS[name], rank // 2
+    model, one = sharded(mesh["shard"], seed=worker), unsharded(worker)
+    optimizers = make(model.parameters()), make(one.parameters())
+    attached, reference = (
+        outer.attach(each, optimizer, outer.parse(text), group=mesh["worker"])
+        for each, optimizer in zip((model, one), optimizers, strict=True)
+    )
+    for step in range(9):
+        losses = [train(each, o, worker, range(step, step + 1)) for each, o in zip((model, one), optimizers)]
+        assert losses[0] == losses[1], step
+        assert bits(whole(model)) == bits(whole(one)), step
+        assert attached.under_way == reference.under_way
+    assert [p.to_local().shape for p in model.parameters()] != [p.shape for p in one.parameters()]
+
+
+@pytest.mark.parametrize("name", CODECS)
+@on_ranks(4)
+def test_codecs_and_their_memory_are_those_of_a_shard(rank: int, name: str):
+    """What is exchanged is equal on all workers to the bit, and what a rank has not sent stays in its residual."""
+    mesh, worker = workers(), rank // 2
+    model = sharded(mesh["shard"])
+    optimizer = SGD(model.parameters())
+    attached = outer.attach(model, optimizer, outer.parse(CODECS[name]), group=mesh["worker"])
+    others = mesh["worker"].get_group()
+    for step in range(6):
+        train(model, optimizer, worker, range(step, step + 1))
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, bits(attached.state.anchor), group=others)
+        assert everyone[0] == everyone[1]
+    shapes = {name: p.to_local().shape for name, p in model.named_parameters()}
+    assert {name: each.shape for name, each in attached.state.inner.residual.items()} == shapes
+    assert any(each.count_nonzero() for each in attached.state.inner.residual.values())
+
+
+class Trouble(Exception):
+    pass
+
+
+class Troubled(C10d):
+    has_trouble = False
+
+    def start(self, *given: Any, **options: Any) -> Any:
+        if self.has_trouble:
+            self.has_trouble = False
+            raise Trouble("on the wire")
+        return super().start(*given, **options)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@on_ranks(4)
+def test_an_exchange_that_fails_on_one_rank_fails_on_all_of_all_workers_and_writes_on_none(rank: int, delay: int):
+    mesh, worker, wire = workers(), rank // 2, Troubled()
+    model = sharded(mesh["shard"])
+    optimizer = SGD(model.parameters())
+    step = outer.parse(f"streaming_diloco(allreduce, every=3, fragments=1, delay={delay})")
+    attached = outer.attach(model, optimizer, step, group=mesh["worker"], wire=wire)
+    train(model, optimizer, worker, range(2))
+    wire.has_trouble = rank == 2
+    train(model, optimizer, worker, range(2, 2 + delay))
+    state = bits(attached.state)
+    with pytest.raises(Trouble if rank == 2 else StepFailedError, match="on the wire"):
+        train(model, optimizer, worker, range(2 + delay, 3 + delay))
+    assert bits(attached.state) == state
+    train(model, optimizer, worker, range(3 + delay, 4 + delay))
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, bits(whole(model)))
+    assert everyone[0] == everyone[1] == everyone[2] == everyone[3]
+
+
+@on_ranks(4)
+def test_a_forward_that_leaves_weights_whole_hides_nothing_of_what_is_exchanged(rank: int):
+    mesh, worker = workers(), rank // 2
+    model = sharded(mesh["shard"])
+    loss(model, torch.ones(4, 6))  # the last group of parameters stays whole
+    attached = outer.attach(model, None, outer.local_sgd(every=1), group=mesh["worker"])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.to_local().fill_(worker)
+    loss(model, torch.ones(4, 6))
+    attached.step()
+    averages = {name: torch.full_like(p, 0.5) for name, p in whole(model).items()}
+    assert bits(whole(model)) == bits(averages)
+    net = Net()
+    net.load_state_dict(averages)
+    assert loss(model, torch.ones(4, 6)).item() == loss(net, torch.ones(4, 6)).item()
+
+
+def other_group(mesh: Any, how: str) -> Any:
+    return {
+        "none": None,
+        "two dimensions": mesh,
+        "the shards": mesh["shard"],
+        "one for all": mesh._flatten("all") if how == "one for all" else None,
+    }[how]
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("none", "the default group is not that of the workers; make mesh = init_device_mesh"),
+        ("two dimensions", "has 2 dimensions"),
+        ("the shards", "hold different shards of one worker"),
+        ("one for all", "hold different shards of one worker"),
+    ],
+)
+@pytest.mark.parametrize("whose", ["all", "one"])
+@on_ranks(4)
+def test_a_group_that_is_not_that_of_the_workers_is_an_error_on_all_ranks(rank: int, how: str, says: str, whose: str):
+    mesh = workers()
+    model = sharded(mesh["shard"])
+    wrong = other_group(mesh, how)
+    is_mine = whose == "all" or rank == 3
+    with pytest.raises(TypeError if is_mine else fnddp.RankMismatchError, match=says):
+        outer.attach(model, None, outer.local_sgd(every=1), group=wrong if is_mine else mesh["worker"])
+
+
+@on_ranks(4)
+def test_what_workers_disagree_about_is_an_error_on_all_ranks(rank: int):
+    mesh = workers()
+    model = sharded(mesh["shard"])
+    with pytest.raises(fnddp.RankMismatchError, match="disagree about pipeline"):
+        outer.attach(model, None, outer.local_sgd(every=1 + (rank == 1)), group=mesh["worker"])
+    crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])][rank in (1, 2)]
+    with pytest.raises(fnddp.RankMismatchError, match=r"disagree about shard: rank .: .* of \[2\]; rank ."):
+        outer.attach(model, None, outer.local_sgd(every=1), group=crossed)
+    model = sharded(mesh, seed=1)  # HSDP, which reduces between workers in each step
+    with pytest.raises(TypeError, match="hold different shards of one worker"):
+        outer.attach(model, None, outer.local_sgd(every=1), group=mesh["worker"])
+    part = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(part[0], mesh=mesh["shard"])
+    with pytest.raises(TypeError, match=r"'1.weight' is not sharded"):
+        outer.attach(part, None, outer.local_sgd(every=1), group=mesh["worker"])
