@@ -81,6 +81,8 @@ def test_workers_that_are_sharded_are_workers_of_one_process_to_the_bit(rank: in
         assert bits(whole(model)) == bits(whole(one)), step
         assert attached.under_way == reference.under_way
     assert [p.to_local().shape for p in model.parameters()] != [p.shape for p in one.parameters()]
+    for each in (attached, reference):
+        each.detach()
 
 
 @pytest.mark.parametrize("name", CODECS)
