@@ -1,19 +1,24 @@
 """Outer steps between workers that FSDP2 has sharded: as between workers of one process, to the bit."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fnddp
 from fnddp import outer
+from fnddp.integrations.checkpoint import load, save
+from fnddp.integrations.fsdp import plan_axes
 from fnddp.laws import bits
 from fnddp.run.vote import StepFailedError
 from fnddp.wire.c10d import C10d
+from fnddp.wire.counter import WireCounter
 from tests.ranks import on_ranks
 from tests.sharded import Net, loss, meshes, sharded
 
@@ -76,7 +81,9 @@ def test_workers_that_are_sharded_are_workers_of_one_process_to_the_bit(rank: in
         for each, optimizer in zip((model, one), optimizers, strict=True)
     )
     for step in range(9):
-        losses = [train(each, o, worker, range(step, step + 1)) for each, o in zip((model, one), optimizers)]
+        losses = [
+            train(each, o, worker, range(step, step + 1)) for each, o in zip((model, one), optimizers, strict=True)
+        ]
         assert losses[0] == losses[1], step
         assert bits(whole(model)) == bits(whole(one)), step
         assert attached.under_way == reference.under_way
@@ -202,3 +209,91 @@ def test_what_workers_disagree_about_is_an_error_on_all_ranks(rank: int):
     fully_shard(part[0], mesh=mesh["shard"])
     with pytest.raises(TypeError, match=r"'1.weight' is not sharded"):
         outer.attach(part, None, outer.local_sgd(every=1), group=mesh["worker"])
+
+
+RESUMED = (
+    "streaming_diloco(error_feedback(quantize(two_shot, bits=4, block=16)), every=4, fragments=2, delay=2, alpha=0.5)"
+)
+
+
+@on_ranks(4)
+def test_a_workers_checkpoint_resumes_to_the_bit_and_is_loaded_by_another_number_of_shards(rank: int, tmp_path: Path):
+    mesh, worker = workers(), rank // 2
+
+    def attached_model(mesh: Any, seed: int) -> Any:
+        model = sharded(mesh["shard"], seed=seed)
+        optimizer = SGD(model.parameters())
+        return model, optimizer, outer.attach(model, optimizer, outer.parse(RESUMED), group=mesh["worker"])
+
+    def loaded(mesh: Any, seed: int) -> Any:
+        made = attached_model(mesh, seed)
+        own = tmp_path / f"worker{mesh.get_local_rank('worker')}"
+        load(own, *made[:2], sync=made[2], group=mesh["shard"].get_group())
+        return made
+
+    model, optimizer, attached = attached_model(mesh, 0)
+    train(model, optimizer, worker, range(5))
+    assert attached.under_way
+    save(tmp_path / f"worker{worker}", model, optimizer, sync=attached, group=mesh["shard"].get_group())
+    residuals = {name: p.residual for name, p in attached.state.inner.items()}
+    train(model, optimizer, worker, range(5, 11))
+
+    again, resumed, other = loaded(mesh, 1)
+    train(again, resumed, worker, range(5, 11))
+    assert bits(whole(again)) == bits(whole(model))
+    assert bits(other.state) == bits(attached.state)
+    for each in (attached, other):
+        each.detach()
+
+    fewer = init_device_mesh("cpu", (4, 1), mesh_dim_names=("worker", "shard"))
+    if worker == 0:  # two workers of one shard each load what two shards have saved
+        (tmp_path / "worker2").symlink_to(tmp_path / "worker0") if rank == 0 else None
+        (tmp_path / "worker3").symlink_to(tmp_path / "worker1") if rank == 0 else None
+    dist.barrier()
+    single, _, one = loaded(fewer, 2)
+    saved = {name: p for fragment in one.state.inner.values() for name, p in fragment.residual.items()}
+    assert saved.keys() == dict(single.named_parameters()).keys()
+    if rank == 0:  # which has loaded what this rank and rank 1 had
+        for fragment in residuals.values():
+            for name, mine in fragment.items():
+                assert bits(saved[name][: len(mine)]) == bits(mine)
+    assert all(each.shape == dict(single.named_parameters())[name].shape for name, each in saved.items())
+    one.detach()
+
+
+@on_ranks(4)
+def test_a_checkpoint_of_another_outer_step_is_refused(rank: int, tmp_path: Path):
+    mesh = workers()
+    model = sharded(mesh["shard"])
+    own = {"group": mesh["shard"].get_group()}
+    save(
+        tmp_path / f"{rank // 2}",
+        model,
+        sync=outer.attach(model, None, outer.local_sgd(2), group=mesh["worker"]),
+        **own,
+    )
+    other = outer.attach(model, None, outer.parse("diloco(allreduce, every=2)"), group=mesh["worker"])
+    with pytest.raises(ValueError, match=r"has the state of local_sgd\(every=2\), which does not fit diloco"):
+        load(tmp_path / f"{rank // 2}", model, sync=other, **own)
+
+
+@on_ranks(4)
+def test_the_plan_has_the_bytes_of_a_shard_between_workers(rank: int):
+    mesh = workers()
+    model = sharded(mesh["shard"])
+    attached = outer.attach(model, None, outer.parse("diloco(bf16(allreduce), every=2)"), group=mesh["worker"])
+    sent = 2 * sum(p.to_local().numel() for p in model.parameters())
+    assert attached.plan.wire_bytes == sent
+    with WireCounter() as counter:
+        for _ in range(2):
+            attached.step()
+    assert counter.wire_bytes == sent
+    if rank == 0:  # planned without ranks, for the first shard, which is the largest
+        whole = {"": sharded_like(model)}
+        planned = plan_axes(whole, world_size={"shards": 2, "workers": 2}, outer="diloco(bf16(allreduce), every=2)")
+        between = planned.axes[-1]
+        assert (between.name, between.ranks, between.steps, between.wire_bytes) == ("workers", 2, 2, sent)
+
+
+def sharded_like(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}

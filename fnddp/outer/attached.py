@@ -13,8 +13,9 @@ from fnddp.core.group import Group, group_name
 from fnddp.core.state import load_state_dict, parts, require_like, state_dict
 from fnddp.core.sync import REPLICATED, State, Sync
 from fnddp.core.tree import Leaves
+from fnddp.outer.checkpoint import OuterCheckpoint
 from fnddp.outer.contract import Exchanges, Outer
-from fnddp.outer.plan import Noted
+from fnddp.outer.plan import Noted, OuterPlan, lower
 from fnddp.outer.shards import Shards, local, locals_of, shards_of
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
@@ -272,6 +273,22 @@ class Attached:
         """Load another rank's `replicated_state_dict`; this rank's own part, such as residuals, is reset."""
         fresh = self._fresh()
         self._state = load_state_dict(fresh, {**state_dict(fresh), **saved})
+
+    def sync_checkpoint(self, saved_world_size: int | None = None) -> OuterCheckpoint:
+        """Return the state for torch.distributed.checkpoint: see `fnddp.integrations.checkpoint.save`.
+
+        Each worker saves a checkpoint of its own, in a folder of its own, with the group of its shards as `group`. Any
+        number of shards loads it, but for what is not like a parameter, such as PowerSGD's queries.
+        """
+        return OuterCheckpoint(self, self._parameters, self._shards.place)
+
+    @property
+    def plan(self) -> OuterPlan:
+        """The exchanges of a period on this rank's leaves, and the bytes between workers: see `fnddp.outer.lower`."""
+        groups = self.outer.groups or {None}
+        sizes = {group: self._wire.size(group) for group in groups}
+        world_size = sizes[next(iter(groups))] if len(groups) == 1 else sizes
+        return lower(self.outer, self._leaves(), world_size=world_size)
 
     def detach(self) -> None:
         """Stop following the optimizer's steps, and finish open exchanges, on all ranks."""

@@ -19,7 +19,10 @@ from fnddp.integrations.fsdp.plan import AxesPlan, Axis, axes_of
 from fnddp.integrations.fsdp.replicas import Replicas, compress_replicas
 from fnddp.integrations.fsdp.rows import Rows
 from fnddp.integrations.fsdp.shards import Shards, fitting, set_up_shards, unsynchronized
-from fnddp.integrations.fsdp.unit import Traffic, traffic_of
+from fnddp.integrations.fsdp.unit import Messages, Traffic, traffic_of
+from fnddp.outer.contract import Outer
+from fnddp.outer.contract import parse as parse_outer
+from fnddp.outer.plan import lower as lower_outer
 from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
@@ -102,6 +105,7 @@ def plan_axes(
     gradients: str | Sync | None = None,
     weights: str | Sync | None = None,
     replicas: str | Sync | int | None = None,
+    outer: str | Outer | None = None,
     shards: int | None = None,
     sync: str | Sync | None = None,
 ) -> AxesPlan:
@@ -113,11 +117,12 @@ def plan_axes(
     Args:
         groups: The parameters of each `fully_shard` by name, of which shapes and dtypes count; `""` is the model
             itself, whose weights stay whole between forward and backward.
-        world_size: The number of `"shards"`, over which parameters are sharded along their first dimension, and of
-            `"replicas"` of those; 1 where it is left out.
+        world_size: The number of `"shards"`, over which parameters are sharded along their first dimension, of
+            `"replicas"` of those, and of `"workers"` with replicas of their own; 1 where it is left out.
         gradients: The pipeline of gradients between shards: see `compress_shards`; None for FSDP's own reduce-scatter.
         weights: That of weights; None for FSDP's own all-gather.
         replicas: That between replicas, whose largest step after all warm-ups is planned; None for `allreduce`.
+        outer: The outer step between workers, whose exchanges of a whole period are planned.
         shards, sync: Deprecated, as `replicas` is for a number: see `world_size` and `replicas`.
 
     Raises:
@@ -140,8 +145,8 @@ def plan_axes(
         world_size = {"shards": shards or 1, "replicas": replicas if isinstance(replicas, int) else 1}
         replicas = None if isinstance(replicas, int) else replicas
     pipeline = pipeline_of("plan_axes: replicas", renamed("plan_axes(sync=...)", sync, replicas) or allreduce)
-    sizes = {"shards": 1, "replicas": 1, **(world_size or {})}
-    if len(sizes) > 2 or min(sizes.values()) < 1:
+    sizes = {"shards": 1, "replicas": 1, "workers": 1, **(world_size or {})}
+    if len(sizes) > 3 or min(sizes.values()) < 1:
         raise ValueError(f'plan_axes: world_size must be {{"shards": N, "replicas": N}}, got {world_size}')
     n = sizes["shards"]
     of_gradients, of_weights = fitting("gradients", gradients), fitting("weights", weights)
@@ -158,13 +163,21 @@ def plan_axes(
     if sizes["replicas"] > 1:
         plans = [each.plan for each in period(pipeline, local, world_size=sizes["replicas"])]
         axes.append(_of_replicas(pipeline, max(plans, key=lambda plan: plan.wire_bytes), sizes["replicas"]))
+    if sizes["workers"] > 1 and outer is not None:
+        step = parse_outer(outer) if isinstance(outer, str) else outer
+        step = step.sized({path: p.numel() for parameters in groups.values() for path, p in parameters.items()})
+        exchanges = lower_outer(step, local, world_size=sizes["workers"])
+        messages = tuple(m for each in exchanges.exchanges for m in _messages(each.plan, sizes["workers"]))
+        axes.append(Axis("workers", repr(step.over(None)), sizes["workers"], messages, exchanges.period))
     return AxesPlan(tuple(axes))
 
 
 def _of_replicas(sync: Sync, plan: Plan | None, ranks: int) -> Axis:
-    collectives = () if plan is None else plan.collectives
-    messages = tuple((each.kind.name, each.wire_bytes, ranks) for each in collectives)
-    return Axis("replicas", repr(sync.over(None)), ranks, messages)
+    return Axis("replicas", repr(sync.over(None)), ranks, () if plan is None else _messages(plan, ranks))
+
+
+def _messages(plan: Plan, ranks: int) -> Messages:
+    return tuple((each.kind.name, each.wire_bytes, ranks) for each in plan.collectives)
 
 
 def compress(

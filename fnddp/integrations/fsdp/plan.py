@@ -12,12 +12,13 @@ from fnddp.integrations.fsdp.unit import Messages, Traffic
 
 @dataclass(frozen=True)
 class Axis:
-    """The messages of a step along one axis."""
+    """The messages of a step along one axis; between workers those of `steps` steps."""
 
-    name: str  # "gradients", "weights" or "replicas"
+    name: str  # "gradients", "weights", "replicas" or "workers"
     pipeline: str  # as text
     ranks: int
     messages: Messages
+    steps: int = 1
 
     @property
     def wire_bytes(self) -> int:
@@ -45,7 +46,8 @@ class AxesPlan:
             link = links[axis.name] if isinstance(links, Mapping) else links
             time = [] if link is None else [duration(axis.seconds(link))]
             sizes = str(axis.ranks), str(len(axis.messages)), scaled(axis.wire_bytes, "B")
-            rows.append((axis.name, axis.pipeline, *sizes, *time))
+            name = axis.name if axis.steps == 1 else f"{axis.name}, every {axis.steps} steps"
+            rows.append((name, axis.pipeline, *sizes, *time))
         return columns(rows, text=(0, 1))
 
     def __str__(self) -> str:

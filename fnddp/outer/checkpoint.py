@@ -1,0 +1,101 @@
+"""An outer step's state of one worker for torch.distributed.checkpoint: shards as shards, for other numbers of them."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.core.state import load_state_dict, parts
+from fnddp.core.sync import State
+from fnddp.outer.contract import Outer
+from fnddp.outer.shards import local
+
+_PARTS, _OUTER = "parts", "outer step"
+
+
+class HasOuter(Protocol):
+    """An object that has an outer step and its state."""
+
+    outer: Outer
+    state: State
+
+
+class OuterCheckpoint(Checkpoint):
+    """The state of `owner` as a `Stateful`, which the ranks of one worker save and load.
+
+    What is like a parameter (anchors, velocities, residuals) is a DTensor like it, which any number of shards loads.
+    What is not (PowerSGD's queries) belongs to a shard, and is loaded by as many as saved it.
+
+    Args:
+        parameters: The worker's parameters, by name.
+        place: This rank's shard, in words; empty for a rank that has all.
+    """
+
+    def __init__(self, owner: HasOuter, parameters: Mapping[str, nn.Parameter], place: str) -> None:
+        self._attached, self._parameters = owner, dict(sorted(parameters.items(), key=lambda each: -len(each[0])))
+        self._place = f"shard {place}/" if place else ""
+        whole = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
+        fresh = owner.outer.init(owner.outer.leaves_of(whole, None))
+        # Also by the shape of what whole parameters would have, which is one on all ranks.
+        self._whole = {part.key: part.value.shape for part in parts(fresh) if isinstance(part.value, Tensor)}
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = {self._key(part): self._placed(part) for part in parts(self._attached.state)}
+        return {**saved, **self.about()}
+
+    def about(self) -> dict[str, Any]:
+        return {
+            _PARTS: [part.key for part in parts(self._attached.state)],
+            _OUTER: repr(self._attached.outer.over(None)),
+        }
+
+    def saved_by(self, saved: Mapping[str, Any]) -> int:
+        """Return 1: the number of workers that saved it."""
+        return 1
+
+    def adopt_pipeline(self, saved: Mapping[str, Any]) -> None:
+        """Do nothing: no outer step is chosen by measuring."""
+
+    def require_fitting(self, saved: Mapping[str, Any]) -> None:
+        """Raise a ValueError if `saved` is of another outer step or other parameters."""
+        mine = self.about()
+        if set(saved[_PARTS]) != set(mine[_PARTS]):
+            raise ValueError(
+                f"the checkpoint has the state of {saved[_OUTER]}, which does not fit {mine[_OUTER]} for this model: "
+                f"missing {sorted({*mine[_PARTS]} - {*saved[_PARTS]})}, unexpected "
+                f"{sorted({*saved[_PARTS]} - {*mine[_PARTS]})}"
+            )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the state."""
+        self.require_fitting(state_dict)
+        values = {part.key: state_dict[self._key(part)] for part in parts(self._attached.state)}
+        merged = {key: local(each) if isinstance(each, Tensor) else each for key, each in values.items()}
+        self._attached.state = load_state_dict(self._attached.state, merged)
+
+    def _like(self, part: Any) -> DTensor | None:
+        """Return the parameter of which `part` has a number for each element, if that is sharded."""
+        if not isinstance(part.value, Tensor):
+            return None
+        for name, p in self._parameters.items():
+            if part.path == name or part.path.endswith(f".{name}"):
+                has_shape = self._whole[part.key] == p.shape and part.value.shape == local(p).shape
+                return p if has_shape and isinstance(p, DTensor) else None
+        return None
+
+    def _key(self, part: Any) -> str:
+        is_own = isinstance(part.value, Tensor) and self._like(part) is None
+        return f"{self._place if is_own else ''}{part.key}"
+
+    def _placed(self, part: Any) -> Any:
+        p, value = self._like(part), part.value
+        if not isinstance(value, Tensor):
+            return value
+        if p is None:
+            return value.clone()
+        return DTensor.from_local(
+            value.clone(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
