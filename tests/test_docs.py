@@ -172,6 +172,7 @@ WITH_PEERS = {
     "integrations/distributed_checkpoint.py": ("torch", 2),
     "integrations/fsdp_axes.py": ("torch", 4),
     "integrations/fsdp_experts.py": ("torch", 4),
+    "integrations/fsdp_diloco.py": ("torch", 4),
     "integrations/fsdp_replicas.py": ("torch", 4),
     "integrations/huggingface_gpt2.py": ("transformers", 2),
     "integrations/lightning_digits.py": ("lightning", 0),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -18,6 +19,11 @@ from fnddp.core.parse import pipeline_of
 from fnddp.core.state import describe
 from fnddp.core.sync import REPLICATED, State, Sync, all_in, groups_of
 from fnddp.core.tree import Leaves
+from fnddp.outer.attached import Attached
+from fnddp.outer.attached import attach as attach_outer
+from fnddp.outer.contract import Outer
+from fnddp.outer.contract import parse as parse_outer
+from fnddp.outer.shards import local as locally
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.choose import AUTO
 from fnddp.torch_private import without_modes
@@ -132,6 +138,11 @@ class ManagerWire(Elastic):
     def hang_up(self) -> None:
         """Abort what other ranks of this epoch wait for: in a ring not all of them are neighbours of the lost one."""
         self._manager._pg.abort()
+
+    def leave(self) -> None:
+        """Leave for good: of a replica that sends heartbeats and does not come, the lighthouse would wait for."""
+        self.hang_up()
+        self._manager.shutdown(wait=False)
 
     @property
     def lost(self) -> Exception | None:
@@ -320,9 +331,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
             if self._replicas.epoch != self._epoch:
                 self._agree()
         except Exception as error:
-            asked = self.manager._quorum_future
-            if asked is not None and asked.exception() is error:
-                raise QuorumError(f"replica {self.manager._replica_id!r} is in no quorum: {error}") from error
+            _require_quorum(self.manager, error)
             self._give_way(error)
             raise
         self._before = self.sync_state, self._engine.begun
@@ -330,8 +339,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
     def _give_way(self, error: Exception) -> None:
         """Leave for good: this replica has not the others' state, but would count as one that has."""
         self._refused = error
-        self._replicas.hang_up()
-        self.manager.shutdown(wait=False)  # the lighthouse would make no quorum without a replica that sends heartbeats
+        self._replicas.leave()
 
     def _leave_out(self, begun: int) -> None:
         """End a step without `should_commit`, in the quorum in which the others wait for it."""
@@ -407,6 +415,97 @@ class PureDistributedDataParallel(DistributedDataParallel):
 
     def __init__(self, manager: "Manager", module: nn.Module, *, sync: Sync | str = allreduce) -> None:
         super().__init__(manager, module, sync=sync, bucket_cap_mb=_BYTE)
+
+
+def attach(
+    manager: "Manager", model: nn.Module, optimizer: torch.optim.Optimizer | None, outer: Outer | str
+) -> Attached:
+    """Run `outer` between torchft's replicas, each of which trains alone between exchanges, and may be late or lost.
+
+    An exchange is between the replicas of a quorum. The lighthouse waits for `join_timeout_ms` for those that are late,
+    and then goes on with those that have come, if they are more than half of those that live. A late one joins the next
+    exchange: its parameters move as far as the anchor has moved in the meantime, so that its difference, and the tokens
+    that `Attached.count` has counted for it, count there. A new replica begins at the anchor of the others, with no
+    tokens; the state of its optimizer is its own. If a replica is lost in an exchange, that is discarded, and the next
+    step of the others exchanges. After an exchange, anchors of all that have committed it are equal to the bit.
+
+    The wrong choice with a delay, if several fragments are under way at a time: a manager has one quorum.
+
+    Args:
+        manager: As for `ManagerWire`. It needs no `state_dict`. With `init_sync=False` replicas begin as they are,
+            which must be with equal parameters; otherwise those that differ from the first one's begin at its anchor.
+        model: A plain module, or one that FSDP2 has sharded over the ranks of this replica.
+        optimizer: See `fnddp.outer.attach`.
+        outer: The outer step, or its text.
+
+    Raises:
+        ValueError, TypeError: See `ManagerWire` and `fnddp.outer.attach`.
+        RankMismatchError: In an exchange, on a replica that joins with another outer step or other parameters. It
+            leaves for good, as after any error while it loads the others' state.
+        QuorumError: In an exchange: there is no quorum.
+
+    Source: Douillard et al., "Decoupled DiLoCo", arXiv 2604.21428: merging those that have arrived after a grace period,
+    weighted by their tokens. Deviation: a late replica waits for the others' next exchange.
+    """
+    step = parse_outer(outer) if isinstance(outer, str) else outer
+    replicas, has_committed, refused = ManagerWire(manager), False, list[Exception]()
+
+    def prepare() -> None:
+        if refused:
+            raise refused[0]
+        try:
+            manager.start_quorum()
+        except Exception as error:
+            _require_quorum(manager, error)
+            refused.append(error)
+            replicas.leave()
+            raise
+
+    def commit() -> bool:
+        nonlocal has_committed
+        is_committed = manager.should_commit()
+        has_committed |= is_committed
+        return is_committed
+
+    attached = attach_outer(model, optimizer, step, wire=replicas, init_sync=False, prepare=prepare, commit=commit)
+    local = {name: locally(p) for name, p in model.named_parameters() if p.requires_grad}
+    about = description(step, local, None)
+
+    def give() -> dict[str, Any]:
+        sends_itself = not step.anchors(attached.state)
+        return {
+            "description": about,
+            "state": attached.replicated_state_dict(),
+            "parameters": local if sends_itself else {},
+        }
+
+    def take(theirs: dict[str, Any]) -> None:
+        if theirs["description"] != about:
+            differs = first_difference([theirs["description"], about])
+            raise RankMismatchError(f"this replica (rank 1) cannot join another one (rank 0): {differs}")
+        if has_committed or _begins_equally(step, attached.state, theirs["state"]):
+            attached.rejoin(theirs["state"])
+            return
+        attached.join(theirs["state"])
+        for name, parameter in theirs["parameters"].items():
+            local[name].copy_(parameter)
+
+    manager.register_state_dict_fn(f"{_KEY}.outer", take, give)
+    return attached
+
+
+def _begins_equally(step: Outer, state: State, theirs: dict[str, Any]) -> bool:
+    """Return whether this replica has trained from the anchor of another one, whose replicated state is `theirs`."""
+    mine = step.anchors(state)
+    others = step.anchors(states.load_state_dict(state, {**states.state_dict(state), **theirs}))
+    return bool(mine) and all(torch.equal(leaf, others[path]) for path, leaf in mine.items())
+
+
+def _require_quorum(manager: Any, error: Exception) -> None:
+    """Raise a QuorumError if `error`, of `start_quorum`, is that there is none."""
+    asked = manager._quorum_future
+    if asked is not None and asked.exception() is error:
+        raise QuorumError(f"replica {manager._replica_id!r} is in no quorum: {error}") from error
 
 
 def _require_elastic(sync: Sync, grads: Leaves) -> None:

@@ -34,8 +34,14 @@ class Overlapped(Exchanges):
     error, the others `StepFailedError`. Parameters and state are then unchanged, and the next call exchanges again.
     """
 
-    def __init__(self, wire: Wire, check: Callable[[], None], other_groups: Collection[str | None] = ()) -> None:
-        self._wire, self._check, self._other_groups = wire, check, other_groups
+    def __init__(
+        self,
+        wire: Wire,
+        check: Callable[[], None],
+        other_groups: Collection[str | None] = (),
+        weight: Callable[[str], float | None] = lambda name: None,
+    ) -> None:
+        self._wire, self._check, self._other_groups, self._weight = wire, check, other_groups, weight
         self._engines: dict[tuple[str, Sync], Engines] = {}
         self._open: dict[str, _Open] = {}
 
@@ -66,7 +72,7 @@ class Overlapped(Exchanges):
         engine = self._engines[name, sync].of(leaves, state)
         for other in self._last_engines():
             engine.follow(other)
-        step = engine.begin(state)
+        step = engine.begin(state, weight=self._weight(name))
         self._open[name] = _Open(engine, step, leaves)
         self._open[name].advance(self._check)
         self._open[name].advance(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))
@@ -202,7 +208,10 @@ class Attached:
 
     def __post_init__(self) -> None:
         self._state = self._fresh()
-        self._exchanges = Overlapped(self._wire, self._require_known, self._shards.groups)
+        self._exchanges = Overlapped(self._wire, self._require_known, self._shards.voters, self._weight)
+        self._tokens: int | None = None  # that this rank has counted
+        self._tokens_at: dict[str, int] = {}  # at the beginning of the open or last exchange, by its name
+        self._tokens_sent: dict[str, int] = {}  # with the last exchange that was committed
         self._handle = self._optimizer and self._optimizer.register_step_post_hook(self._after)
 
     @property
@@ -249,10 +258,49 @@ class Attached:
                 return
             if ahead.done and not self._commits():
                 return
+            for name in self._tokens_at.keys() - set(self.under_way):
+                self._tokens_sent[name] = self._tokens_at.pop(name)
             for path, leaf in leaves.items():
                 if stepped[path] is not leaf:
                     leaf.copy_(stepped[path])
         self._state = state
+
+    def count(self, tokens: int) -> None:
+        """Count tokens, or samples, on which this rank trains: its weight in the next mean of parameters or differences.
+
+        The mean is then that of the tokens that all ranks have counted since the last exchange. All ranks count, or none.
+        """
+        self._tokens = (self._tokens or 0) + tokens
+
+    def _weight(self, name: str) -> float | None:
+        if self._tokens is None:
+            return None
+        self._tokens_at[name] = self._tokens
+        return self._shards.total(self._tokens - self._tokens_sent.get(name, 0))
+
+    def join(self, saved: Mapping[str, Any]) -> None:
+        """Load another rank's `replicated_state_dict`, and continue from its anchor with no tokens counted.
+
+        For a rank that is new. This rank's own part of the state, such as residuals, is reset.
+        """
+        self.load_replicated_state_dict(saved)
+        leaves = self._leaves()
+        for path, anchor in self.outer.anchors(self._state).items():
+            leaves[path].copy_(anchor)
+        self._tokens = None if self._tokens is None else 0
+        self._tokens_at, self._tokens_sent = {}, {}
+
+    def rejoin(self, saved: Mapping[str, Any]) -> None:
+        """Load another rank's `replicated_state_dict`, and keep what this rank has trained since its last exchange.
+
+        For a rank that others have not waited for. Its parameters move as far as the anchor has moved, so that their
+        difference, with the tokens counted for it, is what it sends in its next exchange. Parameters that are exchanged
+        themselves stay as they are, and so does this rank's own part of the state, such as residuals.
+        """
+        before, leaves = self.outer.anchors(self._state), self._leaves()
+        self._state = load_state_dict(self._state, {**state_dict(self._state), **saved})
+        for path, anchor in self.outer.anchors(self._state).items():
+            leaves[path].add_(anchor - before[path])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as a flat dict, like `fnddp.state_dict`. Every rank saves its own, at any time.

@@ -81,6 +81,10 @@ class Outer(Expression, abc.ABC):
         """
         return params
 
+    def anchors(self, state: State) -> Leaves:
+        """Return what this rank's leaves are compared with in the next exchange; empty if they themselves are sent."""
+        return {}
+
     def sized(self, sizes: Mapping[str, int]) -> Self:
         """Return this outer step for shards of leaves that have these numbers of elements, so that all shards agree."""
         return self._map_children(lambda child: child.sized(sizes) if isinstance(child, Outer) else child)

@@ -13,6 +13,7 @@ from fnddp.core.agreement import agree
 from fnddp.core.group import Group, group_name
 from fnddp.torch_private import fsdp_groups
 from fnddp.wire.c10d import C10d
+from fnddp.wire.control import total
 from fnddp.wire.groups import live_group
 from fnddp.wire.protocol import Wire
 
@@ -22,17 +23,25 @@ class Shards:
     """How the parameters of a worker are divided between its ranks. Without any field, a rank has all of them.
 
     Attributes:
-        groups: The process groups within the worker, whose ranks hold its other shards and end exchanges alike, by a
-            vote; on a wire other than torch.distributed's none, since there `commit` decides.
+        groups: The process groups within the worker, whose ranks hold its other shards.
+        voters: Those whose ranks end exchanges alike by a vote: none on a wire other than torch.distributed's, since
+            `commit` decides there.
         sizes: Numbers of elements of whole parameters, by name.
         place: This rank's shard, in words.
         modules: What FSDP may have left whole.
     """
 
     groups: tuple[str | None, ...] = ()
+    voters: tuple[str | None, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
     place: str = ""
     modules: tuple[Any, ...] = ()
+
+    def total(self, number: int) -> int:
+        """Return the sum of `number` over the ranks of the worker."""
+        for group in self.groups:
+            number = total(number, group)
+        return number
 
     def reshard(self) -> None:
         """Have all parameters be shards, which a forward without a backward leaves whole."""
@@ -81,10 +90,9 @@ def shards_of(model: nn.Module, group: Group, wire: Wire, commit: Callable[[], b
 
     agree(check, None)  # of all ranks, since one without a mesh knows no smaller group
     groups = tuple(dict.fromkeys(group_name((largest, dim)) for dim in range(largest.ndim)))
-    if not isinstance(wire, C10d):
-        groups = ()
+    voters = groups if isinstance(wire, C10d) else ()
     place = f"{largest.get_coordinate()} of {list(largest.shape)}"
-    return Shards(groups, {name: p.numel() for name, p in sharded.items()}, place, modules)
+    return Shards(groups, voters, {name: p.numel() for name, p in sharded.items()}, place, modules)
 
 
 def _require_workers(group: Group, shards: DeviceMesh) -> None:

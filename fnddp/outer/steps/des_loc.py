@@ -78,6 +78,10 @@ class des_loc(Outer):
             for name, p in params.items()
         }
 
+    def anchors(self, state: DesLocState) -> Leaves:
+        found = {name: step.anchors(state.trees[name]) for name, step in self._pairs}
+        return {f"{name}.{path}": leaf for name, leaves in found.items() for path, leaf in leaves.items()}
+
     def init(self, params: Tree) -> State:
         leaves, _ = tree.flatten(params)
         return DesLocState({name: step.init(_of(name, leaves)) for name, step in self._pairs})

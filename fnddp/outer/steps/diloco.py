@@ -42,6 +42,9 @@ class Descending(Outer):
         anchor = {path: leaf.detach().clone() for path, leaf in leaves.items()}
         return anchor, {path: torch.zeros_like(leaf) for path, leaf in anchor.items() if self.momentum}
 
+    def anchors(self, state: Any) -> Leaves:
+        return state.anchor
+
     def ended(
         self, name: str, delta: Leaves, params: Leaves, state: S, inner: State, exchanges: Exchanges
     ) -> tuple[Leaves, S, State]:
