@@ -76,7 +76,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"world size {dist.get_world_size()}: {accuracy:.2%} of the test set")
         groups = {"": {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}}
-        plan = plan_axes(groups, shards=mesh.size(1), workers=mesh.size(0), outer=STEP)
+        plan = plan_axes(groups, world_size={"shards": mesh.size(1), "workers": mesh.size(0)}, outer=STEP)
         inside, between = Link.parse("10gbit"), Link.parse("100mbit:20ms")
         print(plan.show({"gradients": inside, "weights": inside, "workers": between}))
         print(f"after the last exchange workers are equal to the bit: {'yes' if together else 'no'}")
