@@ -147,7 +147,7 @@ def test_workers_are_killed_and_late_and_all_commits_are_equal():
 def be_late(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
     """The third worker trains more slowly than the grace period: the others go on, and its difference counts later."""
     if name == "r0":  # a lighthouse that does not wait for long
-        own = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=GRACE, quorum_tick_ms=20)
+        own = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=3000, quorum_tick_ms=20)
         write(folder / "address", f"http://127.0.0.1:{own.address().rpartition(':')[2]}")
     training = Worker(seed=0)
     manager = new_manager(name, read(folder / "address"), training, init_sync=False)
@@ -177,9 +177,13 @@ def be_late(name: str, address: str, folder: Path, options: Mapping[str, Any]) -
     for path, leaf in attached.state.anchor.items():
         torch.testing.assert_close(leaf, start[path] + moved)
     if name == "r2":
+        write(folder / "comes")
         steps(2, 8.0)  # what it has trained in the meantime
     else:
+        read(folder / "comes")
         time.sleep(1)  # until the third one has asked for a quorum
+        write(folder / f"{name}-goes")
+        read(folder / "r0-goes", folder / "r1-goes")
         steps(2, 1.0)
     assert manager.num_participants() == 3
     mean = (2 * 1 + 2 * 2 + 16 * 3) / 6  # by tokens: 1, 2 and 3 for each of two steps
@@ -251,13 +255,17 @@ def sharded_workers(name: str, address: str, folder: Path, options: Mapping[str,
     if fails:
         wire = attached._wire
         begin = wire.start
-        wire.start = lambda *_: (_ for _ in ()).throw(ZeroDivisionError("a trap"))
+
+        def fail_once(*_: Any) -> Any:
+            wire.start = begin
+            raise ZeroDivisionError("a trap")
+
+        wire.start = fail_once
     try:
         move(moves)
         assert not fails
     except ZeroDivisionError:
         assert fails
-        wire.start = begin
     assert bits(attached.state) == before
     assert manager.current_step() == number
     move(0.0)
