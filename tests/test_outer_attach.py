@@ -339,3 +339,56 @@ def test_local_sgd_is_torchs(rank: int, kind: str):
         # Four ranks add in another order in buckets of another layout.
         torch.testing.assert_close(parameters(ours), parameters(theirs), rtol=1e-5, atol=1e-6)
         assert agree(parameters(ours)) == agree(parameters(theirs))
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@on_ranks(2, threads=True)
+def test_exchanges_are_weighted_by_the_tokens_since_the_last_one(rank: int, delay: int):
+    step = outer.streaming_diloco(allreduce, every=2, fragments=1, delay=delay, lr=1, momentum=0)
+    model, _, attached = attached_model(step)
+    attached_alone = outer.attach(model, None, step)
+    attached.detach()
+    start = parameters(model)
+    expected = 0.0
+    for exchange in range(3):
+        for local in range(2 + (delay if exchange == 0 else 0)):
+            attached_alone.count(1 + 2 * rank if local == 0 and exchange < 2 else 0)
+            attached_alone.count(exchange == 2)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(4.0 * (rank + 1) if local == 0 else 0.0)
+            attached_alone.step()
+        # Ranks have moved by 4 and 8, with weights 1 and 3; in the last one with equal weights.
+        expected += (4 * 1 + 8 * 3) / 4 if exchange < 2 else 6.0
+        if delay == 0:
+            torch.testing.assert_close(parameters(model), {name: p + expected for name, p in start.items()})
+        else:
+            break  # what is counted after the start of an exchange is for the next one
+    if delay:
+        torch.testing.assert_close(parameters(model), {name: p + 7 for name, p in start.items()})
+
+
+@on_ranks(2, threads=True)
+def test_ranks_of_which_one_counts_no_tokens_are_told_so(rank: int):
+    _, _, attached = attached_model("local_sgd(every=1)")
+    if rank == 0:
+        attached.count(3)
+    with pytest.raises(ValueError, match="weight"):
+        attached.step()
+
+
+@on_ranks(2, threads=True)
+def test_one_that_rejoins_keeps_what_it_has_trained_and_one_that_joins_does_not(rank: int):
+    model, _, attached = attached_model("diloco(error_feedback(bf16(allreduce)), every=3)", seed=0)
+    optimizer = SGD(model.parameters())
+    train(model, optimizer, rank, range(3))
+    attached.step()
+    before, theirs = copy.deepcopy((parameters(model), attached.state)), attached.replicated_state_dict()
+    theirs = {key: each + 1 if isinstance(each, Tensor) else each for key, each in theirs.items()}
+    attached.rejoin(theirs)
+    for name, p in parameters(model).items():
+        torch.testing.assert_close(p, before[0][name] + 1)
+    assert bits(attached.state.inner) == bits(before[1].inner)
+    attached.join(theirs)
+    assert bits(parameters(model)) == bits(attached.state.anchor)
+    assert not any(each.count_nonzero() for each in attached.state.inner.residual.values())

@@ -1,5 +1,6 @@
 """Outer steps between workers that FSDP2 has sharded: as between workers of one process, to the bit."""
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ CODECS = {
 }
 
 
+def in_rings(names: Iterable[str], first: set[str]) -> list[Any]:
+    """Those of `first` in the first ring, the others in that for changes of this."""
+    return [name if name in first else pytest.param(name, marks=pytest.mark.thorough) for name in names]
+
+
 def workers() -> Any:
     return meshes(2, 2, names="worker shard")
 
@@ -70,7 +76,7 @@ def unsharded(seed: int = 0) -> Net:
     return Net()
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", in_rings(STEPS, {"diloco", "streaming_diloco"}))
 @on_ranks(4)
 def test_workers_that_are_sharded_are_workers_of_one_process_to_the_bit(rank: int, name: str):
     mesh, (text, make), worker = workers(), STEPS[name], rank // 2
@@ -92,7 +98,7 @@ def test_workers_that_are_sharded_are_workers_of_one_process_to_the_bit(rank: in
         each.detach()
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", in_rings(CODECS, {"4 bits"}))
 @on_ranks(4)
 def test_codecs_and_their_memory_are_those_of_a_shard(rank: int, name: str):
     """What is exchanged is equal on all workers to the bit, and what a rank has not sent stays in its residual."""
@@ -182,7 +188,7 @@ def other_group(mesh: Any, how: str) -> Any:
         ("one for all", "hold different shards of one worker"),
     ],
 )
-@pytest.mark.parametrize("whose", ["all", "one"])
+@pytest.mark.parametrize("whose", in_rings(["all", "one"], {"one"}))
 @on_ranks(4)
 def test_a_group_that_is_not_that_of_the_workers_is_an_error_on_all_ranks(rank: int, how: str, says: str, whose: str):
     mesh = workers()

@@ -444,8 +444,8 @@ def attach(
             leaves for good, as after any error while it loads the others' state.
         QuorumError: In an exchange: there is no quorum.
 
-    Source: Douillard et al., "Decoupled DiLoCo", arXiv 2604.21428: merging those that have arrived after a grace period,
-    weighted by their tokens. Deviation: a late replica waits for the others' next exchange.
+    Source: Douillard et al., "Decoupled DiLoCo", arXiv 2604.21428: it merges those that have arrived after a grace
+    period, weighted by their tokens. Deviation: a late replica waits for the others' next exchange.
     """
     step = parse_outer(outer) if isinstance(outer, str) else outer
     replicas, has_committed, refused = ManagerWire(manager), False, list[Exception]()

@@ -266,9 +266,10 @@ class Attached:
         self._state = state
 
     def count(self, tokens: int) -> None:
-        """Count tokens, or samples, on which this rank trains: its weight in the next mean of parameters or differences.
+        """Count tokens, or samples, on which this rank trains: its weight in the next exchange.
 
-        The mean is then that of the tokens that all ranks have counted since the last exchange. All ranks count, or none.
+        Each rank's weight is what it has counted since its last exchange; of a sharded worker, the sum of its ranks.
+        All ranks count, or none.
         """
         self._tokens = (self._tokens or 0) + tokens
 
