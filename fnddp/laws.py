@@ -89,9 +89,7 @@ def check(
                 run_threads(n, check_on_rank, sync, of_rank)
             except RankFailed as failed:
                 broken = [error for error in failed.errors.values() if isinstance(error, LawError)]
-                if broken:
-                    raise broken[0] from None
-                raise
+                raise broken[0] if broken else failed from None
 
 
 def check_on_rank(rank: int, sync: Sync, grads: Grads, traces: Traces | None = None) -> None:

@@ -81,5 +81,6 @@ def all_said(processes: Sequence[subprocess.Popen[str]], seconds: float) -> list
 
 
 def complaints(errors: str) -> list[str]:
-    """What a command writes beside its output, but that a lowering took long, as it does where a machine is busy."""
-    return [line for line in errors.splitlines() if not re.match(r"lowered .* in [\d.]+ s, which happens once", line)]
+    """What a command writes beside its output and its progress, but that a lowering took long on a busy machine."""
+    usual = r"\.\.\. |lowered .* in [\d.]+ s, which happens once"
+    return [line for line in errors.splitlines() if not re.match(usual, line)]

@@ -146,11 +146,11 @@ def test_all_ranks_take_and_log_one(slow: None, caplog: pytest.LogCaptureFixture
     assert f'sync="auto" takes {FAR}, measured in ' in line
     assert ": 2 ranks, 800 bit/s, 0 s a message; " in line
     assert "those of the plain mean 85.8 s + " in line
-    assert line.endswith(f"sync=fnddp.parse('{FAR}')")
+    assert line.endswith(f'To pin it: sync="{FAR}"')
 
 
 def test_one_rank_takes_the_plain_mean_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "_measured", None)
+    monkeypatch.setattr(choosing, "measured", None)
     assert repr(fnddp.DistributedDataParallel(_net(), sync="auto").sync) == "allreduce"
 
 
@@ -189,8 +189,14 @@ def test_a_text_is_the_pipeline_that_it_describes() -> None:
     assert model.sync == fnddp.bf16(fnddp.allreduce)
     model.sync = "allreduce"
     assert model.sync == fnddp.allreduce
-    with pytest.raises(ValueError, match="automatic"):
-        fnddp.DistributedDataParallel(_net(), sync="automatic")
+
+
+@pytest.mark.parametrize("text", ["autoo", "automatic", "Auto", "bf16(auto)"])
+def test_who_writes_about_auto_is_told_what_it_is_and_needs(text: str) -> None:
+    with pytest.raises(ValueError, match=r'"auto" is no part of a pipeline: .* running ranks .* fnddp.choose\('):
+        fnddp.DistributedDataParallel(_net(), sync=text)
+    with pytest.raises(ValueError, match=r"fnddp plan auto --link 1gbit"):
+        fnddp.lower(fnddp.parse("auto"), PARAMS)
 
 
 def chosen_on(link: Link, kind: str, patch: pytest.MonkeyPatch) -> tuple[Any, Any]:

@@ -138,14 +138,15 @@ def findings(**seconds: float) -> Findings:
     return Findings(["here", "there"], None, [], {"between hosts": Link.parse("1gbit")}, costs)
 
 
-def test_verdicts() -> None:
-    best = examination.COMPRESSED[0]
-    assert examination.verdict(findings()).startswith(
-        f"Compression can pay here: {best}, 2.00x as fast as fp16(allreduce)"
-    )
-    assert "nothing beats it: fp16(allreduce), 1.50x" in examination.verdict(findings(**{best: 1.99}))
+def test_the_verdict_is_what_auto_takes_and_what_is_faster() -> None:
+    best, four = examination.COMPRESSED[:2]
+    taking = replace(findings(), chosen=best)
+    auto = f'sync="auto" takes {best} here: 3.00x as fast as the plain mean'
+    assert examination.verdict(taking) == f"Compression can pay here: {auto}"
+    faster = replace(findings(**{four: 0.5}), chosen=best)
+    assert f"{auto}. Faster: {four}, 2.00x as fast as that; whether your" in examination.verdict(faster)
     nothing = findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99))
-    assert examination.verdict(nothing).startswith("No compression can pay here: with allreduce, ")
+    assert examination.verdict(nothing).startswith('No compression can pay here: sync="auto" keeps the plain mean')
 
 
 def test_all_ranks_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +168,7 @@ def test_all_ranks_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         found: list[list[Outcome]] = []
 
         def run() -> Iterator[Any]:
-            found.append((yield from examination.predicted(Link(1.0), "digits", "cpu"))[0])
+            found.append((yield from examination.predicted(Link(1e3), "digits", "cpu"))[0])
 
         list(run())
         return found[0]

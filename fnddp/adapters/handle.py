@@ -114,6 +114,10 @@ class PipelineHandle(HasPipeline):
         self._engine_of, self._engine = engine_of, engine_of(sync)
         self.group, self._group, self._wire = group, group, wire
 
+    def __repr__(self) -> str:
+        steps = self._engine.steps
+        return f"<{type(self).__name__} of {self.sync}, after {steps} step{'s' * (steps != 1)}>"
+
     def _adopt(self, sync: Sync) -> None:
         self._engine, self._compares = self._engine_of(sync.over(self._group, unnamed_only=True)), True
         self._engine.connect()

@@ -1,6 +1,5 @@
 """Checks before anything is started. Each raises a `WrongArgument` for the user."""
 
-import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +42,8 @@ def check_pipelines(texts: Sequence[str], parameters: Mapping[str, Tensor]) -> l
             sync.init(parameters)
             return sync
 
-    return terminal.each("checking", check, texts)
+    with terminal.progress("checking pipelines"):
+        return [*map(check, texts)]
 
 
 def check_imports(names: Iterable[str] | None) -> tuple[str, ...]:
@@ -122,17 +122,6 @@ def check_groups(option: str, text: str, given: object, syncs: Sequence[Sync]) -
 
 def _named(group: str | None) -> str:
     return f"the {DEFAULT_GROUP} group" if group is None else f"group {group!r}"
-
-
-def check_share(text: str) -> float:
-    """Return the share that `text` describes: "1%", or 0.01, or 0."""
-    try:
-        number = float(text.removesuffix("%"))
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise WrongArgument(f"--within: must be 0 or a positive number, such as 1% or 0.01, got {text!r}")
-    return number / 100 if text.endswith("%") else number
 
 
 def check_writable(path: Path, option: str, *, is_folder: bool = False) -> None:

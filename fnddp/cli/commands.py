@@ -110,9 +110,11 @@ def plan(
 
     Lowers each pipeline for a model and any number of ranks, and compares bytes, collectives, memory and the time of
     communication, computed for each link (latency and bandwidth of a ring). Nothing is run, and no cluster is needed.
+    The pipeline "auto" is what sync="auto" takes there.
     """
     from fnddp.cli import checks, plan_report, terminal
     from fnddp.cost.estimate import Compute
+    from fnddp.run.choose import AUTO, choice
     from fnddp.wire.groups import World, within
 
     links = link or ["1gbit"]
@@ -138,6 +140,12 @@ def plan(
     checks.check_imports(imports)
     sizes, by_text = checks.check_sizes(ranks), {text: checks.check_links(text) for text in links}
     parameters = checks.check_model(model, trains=False)
+    taken: dict[str, str] = {}
+    if AUTO in texts:
+        if not isinstance(sizes, int):
+            raise WrongArgument(f"auto is for the ranks of one group, got --ranks {ranks}; name a pipeline")
+        taken = {name: choice(parameters, on, world_size=sizes).taken for name, on in by_text.items()}
+        texts = list(dict.fromkeys(each for text in texts for each in (taken.values() if text == AUTO else [text])))
     setting = plan_report.Setting(model, parameters, sizes, by_text, step, backward, bucket_cap_mb)
     with within(World(size=sizes)):
         syncs = checks.check_pipelines(texts, parameters)
@@ -151,9 +159,11 @@ def plan(
     if trace is not None:
         trace.write_text(busiest.to_trace(on, Compute(backward_seconds=backward or 0.0)))
     if as_json:
-        print(json.dumps(plan_report.as_json(setting, costs), indent=1))
+        print(json.dumps(plan_report.as_json(setting, costs) | ({"auto": taken} if taken else {}), indent=1))
     else:
         plan_report.show(setting, costs)
+        for name, text in taken.items():
+            terminal.echo(f'sync="auto" takes {text} on a link of {name}')
         print("".join(f"{each}\n\n" for of_pipeline in plans for each in of_pipeline if show), end="")
     return 0
 
@@ -259,33 +269,47 @@ def tune(
         typer.Option(callback=options.positive, metavar="R", help="the first learning rate; it falls linearly"),
     ] = None,
     within: Annotated[
-        str, typer.Option(metavar="P", help="how much worse than the plain mean's a loss may be: 1%, 0.01, or 0")
-    ] = "1%",
+        str,
+        typer.Option(metavar="P", help="how far above the plain mean's a loss may end: 0.01, or, relative to it, 1%"),
+    ] = "0.01",
     out: options.Out = Path("fnddp-tune"),
     imports: options.Imports = None,
 ) -> int:
     """Find the fastest pipeline that trains as well as the mean.
 
     Trains with each pipeline on virtual ranks in this process, costs a step of each on the link, and prints bytes, time
-    and final loss. Encoding, decoding and backward are measured here. The plain mean and 16-bit wires are always among
-    them; name others in the place of the usual ones. Writes pareto.svg and results.json.
+    and final loss. Encoding, decoding and backward are measured here. The plain mean, 16-bit wires and what sync="auto"
+    takes are always among them; name others in the place of the usual ones. Writes pareto.svg and results.json.
     """
     from fnddp.cli import checks, picture, terminal, tune_report
     from fnddp.cli.models import to_tune
     from fnddp.ir.program import LoweringError
+    from fnddp.run.choose import candidates
     from fnddp.simulation import tune as simulated
 
-    share, parsed = checks.check_share(within), checks.check_link(link)
+    parsed = checks.check_link(link)
+    with wrong_if(ValueError, option="--"):
+        simulated.most_of(within)
     checks.check_writable(out, "--out", is_folder=True)
     checks.check_imports(imports)
     parameters = checks.check_model(model, trains=False)
-    texts = [*(pipelines or ()), *(more or ())] or simulated.CANDIDATES
+    named = [*(pipelines or ()), *(more or ())]
+    texts = named or simulated.CANDIDATES
+    among = candidates("none") if model in options.MODELS and not named else None  # their losses are those of no user
     syncs = [*map(repr, checks.check_pipelines(texts, parameters))]
     with terminal.progress(f"loading {model} and its data") as show:
         asked = to_tune(model, data, batch=batch, ranks=ranks, steps=steps, rate=rate)
         with wrong_if(ValueError, LoweringError):
             tuned = simulated.tune(
-                asked, syncs, link=parsed, within=share, ranks=ranks, steps=steps, seeds=range(seeds), tell=show
+                asked,
+                syncs,
+                link=parsed,
+                ranks=ranks,
+                steps=steps,
+                seeds=range(seeds),
+                within=within,
+                among=among,
+                tell=show,
             )
     on = ("digits" if model == "digits" else "its own batches") if data in (None, "own") else data
     setting = {"model": model, "data": on, "link": link, "ranks": ranks, "steps": steps, "seeds": seeds, "batch": batch}

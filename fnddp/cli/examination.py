@@ -31,10 +31,11 @@ from fnddp.cost.estimate import Compute
 from fnddp.cost.link import Link, duration
 from fnddp.cost.measure import measure_link
 from fnddp.device import accelerator, built_for, device_of
+from fnddp.run.choose import MARGIN, measured
 from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.show.beside import STEP, beside
 from fnddp.show.text import count
-from fnddp.simulation.tune import MARGIN, MEAN, SIXTEEN_BITS, Outcome, cost, trained
+from fnddp.simulation.tune import MEAN, SIXTEEN_BITS, Outcome, cost, trained
 from fnddp.wire import control
 
 REQUIRED = ("torch", "numpy", "optree", "einops")
@@ -59,6 +60,7 @@ class Findings:
     links: dict[str, Link]  # by what they connect; none in a world of one
     costs: list[Outcome] = field(default_factory=list[Outcome])  # predicted on the link of all ranks, by rank 0
     compute: Compute = field(default_factory=Compute)  # measured by rank 0
+    chosen: str = MEAN  # what sync="auto" takes on the link of all ranks
 
     @property
     def is_sound(self) -> bool:
@@ -87,8 +89,8 @@ def examine(model: str, device: str) -> Iterator[Stage | Findings]:
     for between, group in _groups(hosts):
         yield Stage(f"measuring the link {between}")
         links[between] = measure_link(group)
-    costs, compute = (yield from predicted(list(links.values())[-1], model, device)) if links else ([], Compute())
-    yield Findings(hosts, disagreement, unequal, links, costs, compute)
+    found = (yield from predicted(list(links.values())[-1], model, device)) if links else ([], Compute(), MEAN)
+    yield Findings(hosts, disagreement, unequal, links, *found)
 
 
 def _is_equal(text: str, device: str) -> bool:
@@ -115,8 +117,11 @@ def _groups(hosts: list[str]) -> Iterator[tuple[str, Any]]:
         yield ("between hosts" if len(by_host) == len(hosts) else "between all ranks"), None
 
 
-def predicted(link: Link, model: str, device: str) -> Generator[Stage, None, tuple[list[Outcome], Compute]]:
-    """Time backward and codecs, on all ranks at once (they share cores and caches), and predict steps on `link`."""
+def predicted(link: Link, model: str, device: str) -> Generator[Stage, None, tuple[list[Outcome], Compute, str]]:
+    """Time backward and codecs, on all ranks at once (they share cores and caches), and predict steps on `link`.
+
+    The last part of the result is what `sync="auto"` takes there.
+    """
     costs: list[Outcome] = []
     yield Stage("timing backward")
     problem = load(model)
@@ -125,12 +130,14 @@ def predicted(link: Link, model: str, device: str) -> Generator[Stage, None, tup
     leaves = trained(network)
     control.all_gather_object(None, None)  # a barrier: ranks time together; one before each, so that none times out
     compute = measure_backward(problem.loss_of(network), leaves, *batch)
-    texts = (MEAN, *SIXTEEN_BITS, *COMPRESSED)
+    yield Stage('timing codecs for sync="auto"')
+    chosen = measured(leaves, None, link)[0].taken
+    texts = tuple(dict.fromkeys((MEAN, *SIXTEEN_BITS, *COMPRESSED, chosen)))
     for i, text in enumerate(texts):
         yield Stage(f"timing {text}", i, len(texts))
         control.all_gather_object(None, None)
         costs.append(cost(parse(text), leaves, link, dist.get_world_size(), compute))
-    return costs, compute
+    return costs, compute, chosen
 
 
 def installed() -> list[str]:
@@ -198,20 +205,20 @@ def table(findings: Findings, model: str) -> Table:
 
 
 def verdict(findings: Findings) -> str:
-    """Return a sentence on whether compression can pay here, and with which pipeline."""
+    """Return what `sync="auto"` takes here and what that is worth, and what is faster at some loss."""
     by_text = {each.pipeline: each for each in findings.costs}
+    plain, auto = by_text[MEAN], by_text[findings.chosen]
     best = min(findings.costs, key=lambda each: each.seconds)
-    half = min((by_text[text] for text in SIXTEEN_BITS), key=lambda each: each.seconds)
-    plain = by_text[MEAN]
-    if best.seconds > (1 - MARGIN) * plain.seconds:
-        return f"No compression can pay here: with {MEAN}, {duration(plain.step.exposed_seconds)} of a step is exposed"
-    if best.seconds > (1 - MARGIN) * half.seconds:
-        faster = plain.seconds / half.seconds
-        return f"A 16-bit wire can pay here, and nothing beats it: {half.pipeline}, {faster:.2f}x as fast as {MEAN}"
-    return (
-        f"Compression can pay here: {best.pipeline}, {half.seconds / best.seconds:.2f}x as fast as {half.pipeline}. "
-        "Whether it trains as well: fnddp tune"
-    )
+    exposed = duration(plain.step.exposed_seconds)
+    if auto is plain:
+        said = f'sync="auto" keeps the plain mean here; of its step {exposed} are exposed'
+    else:
+        said = f'sync="auto" takes {auto.pipeline} here: {plain.seconds / auto.seconds:.2f}x as fast as the plain mean'
+    can = "No compression" if best.seconds > (1 - MARGIN) * plain.seconds else "Compression"
+    if best.seconds > (1 - MARGIN) * auto.seconds:
+        return f"{can} can pay here: {said}"
+    faster = f"{best.pipeline}, {auto.seconds / best.seconds:.2f}x as fast as that"
+    return f"{can} can pay here: {said}. Faster: {faster}; whether your model trains as well with it: fnddp tune"
 
 
 def as_json(findings: Findings, device: str) -> dict[str, Any]:
@@ -228,6 +235,7 @@ def as_json(findings: Findings, device: str) -> dict[str, Any]:
         "forward_seconds": findings.compute.forward_seconds,
         "backward_seconds": findings.compute.backward_seconds,
         "pipelines": [each.as_json() for each in findings.costs],
+        "auto": findings.chosen,
         "verdict": verdict(findings) if findings.costs else None,
     }
 

@@ -2,17 +2,27 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.completion import get_completion_script
 from typer.exceptions import TyperException
 
 from fnddp.cli.commands import bench, demo, doctor, plan, trace, tune
-from fnddp.cli.failures import BROKEN_PIPE, EXTRA, FAILED, INTERRUPTED, WRONG_ARGUMENTS, Failure, print_error
+from fnddp.cli.failures import (
+    BROKEN_PIPE,
+    EXTRA,
+    FAILED,
+    INTERRUPTED,
+    WRONG_ARGUMENTS,
+    Failure,
+    WrongArgument,
+    print_error,
+    wrong_if,
+)
 from fnddp.version import __version__
 
 
@@ -45,8 +55,13 @@ def reporting_errors(command: Callable[..., int]) -> Callable[..., int]:
 
     @wraps(command)
     def run(*arguments: object, **options: object) -> int:
-        from fnddp.cli.terminal import progress  # imports rich, which completion does not need
+        from fnddp.cli.terminal import is_first_rank, progress  # imports rich, which completion does not need
 
+        name = f"fnddp {command.__name__}"
+        try:
+            _check_syntax(options)
+        except WrongArgument as error:
+            return print_error(name, error.code, error) if is_first_rank() else error.code
         try:
             try:
                 with progress("importing torch"):
@@ -65,15 +80,26 @@ def reporting_errors(command: Callable[..., int]) -> Callable[..., int]:
         except ImportError as error:
             missing = (error.name or "").partition(".")[0]
             if missing == "torch":
-                return print_error(f"fnddp {command.__name__}", FAILED, error)
+                return print_error(name, FAILED, error)
             if missing not in EXTRA:
                 raise
             code, message = FAILED, f"needs {error.name}, which is not installed: pip install 'fnddp[demo]'"
         from fnddp.cli.launch import print_error_once  # imports torch, which completion and --version do not need
 
-        return print_error_once(f"fnddp {command.__name__}", code, message)
+        return print_error_once(name, code, message)
 
     return run
+
+
+def _check_syntax(options: Mapping[str, object]) -> None:
+    """Raise a WrongArgument for what cannot be a pipeline, before torch is imported, which takes seconds."""
+    from fnddp.core.syntax import expression_of
+
+    for name in ("pipeline", "pipelines", "more", "gradients", "weights"):
+        given: Any = options.get(name) or []
+        for text in given if isinstance(given, list) else [given]:
+            with wrong_if(ValueError):
+                expression_of(text)
 
 
 settings = {"help_option_names": ["-h", "--help"]}
@@ -84,9 +110,10 @@ app.command()(completion)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, or one of those in `failures`."""
+    """Run the command line, `--help` if it is empty, and return its exit code: 0, or one of those in `failures`."""
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
-        return app(argv, prog_name="fnddp", standalone_mode=False) or 0
+        return app(arguments, prog_name="fnddp", standalone_mode=False) or 0
     except TyperException as error:
         context = getattr(error, "ctx", None)
         return print_error(context.command_path if context else "fnddp", WRONG_ARGUMENTS, error.format_message())

@@ -1,4 +1,4 @@
-"""Output by rich: text that folds, tables in which no number is ever cut, and progress, on terminals only."""
+"""Output by rich: text that folds, tables in which no number is ever cut, and progress: a bar, or lines."""
 
 import os
 import re
@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from shutil import get_terminal_size
+from time import monotonic
 from typing import TextIO, TypeVar
 
 from rich import box, table
@@ -17,6 +18,11 @@ WHOLE = 10_000  # columns of a file or a pipe, which have no width
 READABLE = 110  # columns of captions there
 NARROWEST = 24  # columns of names, as long as a number can give way instead
 GAP = 2  # columns before each number
+
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""Variables in which launchers pass a rank: the first one shows progress."""
+
+QUIET = 30.0  # seconds without a line, after which there is one again
 
 _PIECES = re.compile(r"[^(,{]*(?:[({]|, ?)?")  # a pipeline is broken after these
 
@@ -104,10 +110,26 @@ def _folded(name: str, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def is_first_rank() -> bool:
+    """Return True in the first rank of a launcher, and without one."""
+    return all(os.environ.get(name, "0") == "0" for name in RANKS)
+
+
 @contextmanager
 def progress(text: str) -> Generator[Callable[..., None]]:
-    """Show `text` on standard error, on a terminal of the first rank; yield a function that shows what is done next."""
+    """Show `text` on the first rank's standard error; yield a function that shows what is done next.
+
+    On a terminal it is a line with a bar. Elsewhere each text is a line of its own, with the time that is left.
+    """
     to = console(sys.stderr)
+    if not is_first_rank():
+        yield _ignored
+        return
+    if not to.is_terminal or to.is_dumb_terminal:
+        lines = Lines(sys.stderr)
+        lines.show(text)
+        yield lines.show
+        return
     rest = table.Column(no_wrap=True, overflow="ellipsis", ratio=1)
     columns = (
         SpinnerColumn(),
@@ -116,11 +138,7 @@ def progress(text: str) -> Generator[Callable[..., None]]:
         TimeRemainingColumn(compact=True),
         TextColumn("{task.description}", markup=False, table_column=rest),
     )
-    # Of launchers, torchrun alone gives its terminal to all ranks.
-    is_shown = to.is_terminal and not to.is_dumb_terminal and os.environ.get("RANK", "0") == "0"
-    with Progress(
-        *columns, console=to, transient=True, expand=True, refresh_per_second=4, disable=not is_shown
-    ) as line:
+    with Progress(*columns, console=to, transient=True, expand=True, refresh_per_second=4) as line:
         task = line.add_task(text, total=None)
 
         def show(text: str, done: int = 0, of: int | None = None) -> None:
@@ -133,9 +151,36 @@ def progress(text: str) -> Generator[Callable[..., None]]:
         yield show
 
 
+def _ignored(text: str, done: int = 0, of: int | None = None) -> None:
+    pass
+
+
+class Lines:
+    """Progress in a file or a pipe: a line for each text, and for one that takes long, every half a minute."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic) -> None:
+        self._stream, self._clock = stream, clock
+        self._text, self._began, self._said = "", clock(), clock()
+
+    def show(self, text: str, done: int = 0, of: int | None = None) -> None:
+        """Write `text`, which is the next of `of` parts, if it is another one than before."""
+        now = self._clock()
+        if not done:
+            self._began = now
+        if text == self._text and now < self._said + QUIET:
+            return
+        self._text, self._said = text, now
+        left = f", about {_rounded((now - self._began) / done * (of - done))} left" if done and of else ""
+        print(f"... {text}{left}", file=self._stream, flush=True)
+
+
+def _rounded(seconds: float) -> str:
+    return f"{max(1, round(seconds))} s" if seconds < 100 else f"{round(seconds / 60)} min"
+
+
 def each(does: str, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Return `function` of each item, and show for which one it is being computed."""
-    with progress(does) as show:
+    with progress(f"{does} {items[0]}" if items else does) as show:
         found: list[R] = []
         for i, item in enumerate(items):
             show(f"{does} {item}", i, len(items))

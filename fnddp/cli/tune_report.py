@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from fnddp.cli.picture import COLOURS, dress, label
 from fnddp.cli.terminal import Table, echo
 from fnddp.cost.link import duration
-from fnddp.simulation.tune import Tuned
+from fnddp.simulation.tune import Gap, Tuned
 
 PLOT = "pareto.svg"
 
@@ -23,9 +23,8 @@ def title(found: dict[str, Any]) -> str:
 
 def show(tuned: Tuned, found: dict[str, Any]) -> None:
     """Print a row for each pipeline, the fastest first, and the winner."""
-    winner = [tuned.winner] if tuned.good else []
-    chosen = [each for each in tuned.outcomes if each.pipeline == tuned.chosen]
-    marks = {"P": tuned.pareto, "ok": tuned.good, "<-": winner, "auto": chosen}
+    chosen = [tuned.of(tuned.chosen)]
+    marks = {"P": tuned.pareto, "ok": tuned.good, "?": tuned.unclear, "<-": [tuned.winner], "auto": chosen}
     rows = [
         (
             each.pipeline,
@@ -35,12 +34,12 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
             duration(each.step.encode_seconds + each.step.decode_seconds),
             duration(each.step.exposed_seconds),
             f"{each.loss:.4f}",
-            f"±{each.spread:.4f}",
+            _excess(tuned.gap(each)),
             " ".join(mark for mark, those in marks.items() if each in those),
         )
         for each in tuned.outcomes
     ]
-    columns = {"wire B": 4, "link B": 1, "step": 8, "codec": 3, "exposed": 2, "loss": 7, "spread": 5, "mark": 6}
+    columns = {"wire B": 4, "link B": 1, "step": 8, "codec": 3, "exposed": 2, "loss": 7, "above": 5, "mark": 6}
     forward, backward = map(duration, (tuned.compute.forward_seconds, tuned.compute.backward_seconds))
     legend = {
         "wire B": "bytes that a rank passes to its collectives in a step",
@@ -49,15 +48,21 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
         "codec": "encoding and decoding",
         "exposed": "time that a step waits for the link",
         "loss": "at the end, simulated, the mean over seeds",
-        "spread": "half the distance of the best and the worst seed",
-        "mark": f"P: nothing else is as fast and as good; ok: loss within {tuned.within:.1%} of the plain mean's, "
-        f'{tuned.threshold:.4f}; <-: the fastest that is ok; auto: what sync="auto" takes',
+        "above": "the plain mean's, with the interval of 95 % confidence: pairs of trainings from the same seeds",
+        "mark": f"P: nothing else is as fast and as good; ok: seeds rule out that it ends more than {tuned.within:.3g} "
+        'above; ?: they do not tell; <-: the one to take; auto: what sync="auto" takes',
     }
     note = "Measured by one rank alone, on one core: ranks that share cores, caches or a GPU take longer to compute."
     echo(f"{title(found)}\n")
     Table("pipeline", columns, rows, legend, note).show()
-    for line in filter(None, (tuned.verdict, tuned.doubt and f"But {tuned.doubt}.")):
-        echo(line)
+    for line in (tuned.verdict, *tuned.notes):
+        echo(f"{line}.")
+    if tuned.winner is not None:
+        echo(f'To use it: sync="{tuned.winner.pipeline}"')
+
+
+def _excess(gap: Gap) -> str:
+    return f"{gap.mean:+.4f} ±{gap.half:.4f}" if any(gap.gaps) else "0"
 
 
 def as_json(tuned: Tuned, setting: dict[str, Any]) -> dict[str, Any]:
@@ -66,9 +71,8 @@ def as_json(tuned: Tuned, setting: dict[str, Any]) -> dict[str, Any]:
         **setting,
         "torch": torch.__version__,
         "within": tuned.within,
-        "threshold": tuned.threshold,
         "auto": tuned.chosen,
-        "winner": tuned.winner.pipeline if tuned.good else None,
+        "winner": tuned.winner and tuned.winner.pipeline,
         "verdict": tuned.verdict,
         "doubt": tuned.doubt,
         "forward_seconds": tuned.compute.forward_seconds,
@@ -90,8 +94,8 @@ def plot(tuned: Tuned, found: dict[str, Any]) -> Figure:
         by_time.errorbar(each.seconds, each.loss, yerr=each.spread, label=text, **style)
         by_bytes.errorbar(each.wire_bytes, each.loss, yerr=each.spread, **style)
     for axes in (by_time, by_bytes):
-        if math.isfinite(tuned.threshold):
-            axes.axhline(tuned.threshold, color="0.6", linestyle=":", linewidth=1)
+        if math.isfinite(tuned.mean.loss):
+            axes.axhline(tuned.mean.loss + tuned.within, color="0.6", linestyle=":", linewidth=1)
         axes.set_xscale("log")
         axes.set_yscale("log")  # what does not train is far above all that does
         dress(axes)
@@ -100,7 +104,7 @@ def plot(tuned: Tuned, found: dict[str, Any]) -> Figure:
     label(by_time.xaxis, "predicted time of a step", "s")
     label(by_time.yaxis, "final loss (bars: seeds)")
     label(by_bytes.xaxis, "bytes that a rank sends in a step", "B")
-    within = f"dotted: within {tuned.within:.1%} of the plain mean's loss; line: nothing is better"
+    within = f"dotted: {tuned.within:.3g} above the plain mean's loss; line: nothing is better"
     figure.suptitle(f"{title(found)}\n{within}")
     if shown:
         figure.legend(loc="outside lower center", frameon=False, prop={"family": "monospace", "size": 8})

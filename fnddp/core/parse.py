@@ -9,11 +9,17 @@ from typing import Any, TypeVar
 from fnddp.core.codec import Carrier
 from fnddp.core.options import did_you_mean
 from fnddp.core.sync import Sync, registry, require_sync
+from fnddp.core.syntax import expression_of, pointer, problem
 
 T = TypeVar("T")
 
-MAX_LENGTH = 100_000
 MAX_DEPTH = 100
+
+ABOUT_AUTO = (
+    '"auto" is no part of a pipeline: sync="auto" measures the link between the running ranks of a model that is '
+    "wrapped, and takes the fastest pipeline that is safe; for ranks that do not run, fnddp.choose(params, link) and "
+    "`fnddp plan auto --link 1gbit` name it"
+)
 
 
 def parse(text: str) -> Sync:
@@ -46,25 +52,12 @@ def read(text: str, names: Mapping[str, Any], kind: type[T], wanted: str) -> T:
     """Return the value of type `kind`, `wanted` in errors, that `text` describes with `names`. Raises as `parse`."""
     if not isinstance(text, str):
         raise TypeError(f"parse: expected a string such as 'fp16(allreduce)', got {text!r}")
-    if len(text) > MAX_LENGTH:
-        raise ValueError(f"parse: the text has {len(text)} characters, more than {MAX_LENGTH}")
-    text = text.strip().replace("\r\n", "\n").replace("\r", "\n")  # the lines that ast counts
-    if not text:
-        raise _problem(text, 1, 0, f"there is no text, where there must be {wanted}")
+    text, expression = expression_of(text, wanted)
     import_module("fnddp.api")  # registers the names of the package: only a part of it may have been imported so far
-    value = _Reader(text, names).read(_expression(text), depth=0)
+    value = _Reader(text, names).read(expression, depth=0)
     if not isinstance(value, kind):
-        raise _problem(text, 1, 0, f"this is a {type(value).__name__}, not {wanted}")
+        raise problem(text, 1, 0, f"this is a {type(value).__name__}, not {wanted}")
     return value
-
-
-def _expression(text: str) -> ast.expr:
-    try:
-        return ast.parse(text, mode="eval").body
-    except SyntaxError as error:
-        raise _problem(text, error.lineno or 1, (error.offset or 1) - 1, error.msg) from error
-    except (RecursionError, MemoryError, ValueError) as error:
-        raise _problem(text, 1, 0, f"cannot be read ({error})") from error
 
 
 class _Reader:
@@ -113,13 +106,17 @@ class _Reader:
             _require_options(name, make, keywords)
             return make(*arguments, **keywords)
         except (TypeError, ValueError) as error:
-            error.add_note(_pointer(self.text, node.lineno, self.column(node)))
+            error.add_note(pointer(self.text, node.lineno, self.column(node)))
             raise
 
     def look_up(self, node: ast.expr, name: str) -> Any:
+        if name == "auto":
+            raise self.problem(node, ABOUT_AUTO)
         if name not in self.names:
             known = f"; known names are {', '.join(sorted(self.names))}"
-            raise self.problem(node, f"unknown name {name!r}{did_you_mean(name, self.names) or known}")
+            hint = did_you_mean(name, [*self.names, "auto"]) or known
+            about = f" {ABOUT_AUTO}" if "'auto'" in hint else ""
+            raise self.problem(node, f"unknown name {name!r}{hint}{about}")
         return self.names[name]
 
     def key(self, node: ast.Dict, key: ast.expr | None) -> ast.Constant:
@@ -131,8 +128,8 @@ class _Reader:
         line = self.text.split("\n")[node.lineno - 1]
         return len(line.encode()[: node.col_offset].decode())  # ast counts bytes
 
-    def problem(self, node: ast.expr, problem: str) -> ValueError:
-        return _problem(self.text, node.lineno, self.column(node), problem)
+    def problem(self, node: ast.expr, what: str) -> ValueError:
+        return problem(self.text, node.lineno, self.column(node), what)
 
 
 def _require_options(name: str, make: Any, given: Iterable[str]) -> None:
@@ -141,15 +138,6 @@ def _require_options(name: str, make: Any, given: Iterable[str]) -> None:
     if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         hint = did_you_mean(unknown[0], known) or f"; it has {', '.join(known)}"
         raise TypeError(f"{name}: unknown option {unknown[0]!r}{hint}")
-
-
-def _problem(text: str, line: int, column: int, problem: str) -> ValueError:
-    return ValueError(f"parse: {problem}\n{_pointer(text, line, column)}")
-
-
-def _pointer(text: str, line: int, column: int) -> str:
-    lines = text.split("\n")
-    return f"  {lines[min(line, len(lines)) - 1]}\n  {' ' * column}^"
 
 
 def pipeline_of(what: str, sync: str | Sync) -> Sync:

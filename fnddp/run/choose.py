@@ -21,7 +21,7 @@ from fnddp.core.parse import parse, pipeline_of
 from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves, Tree
 from fnddp.cost.estimate import Links
-from fnddp.cost.link import duration
+from fnddp.cost.link import Link, duration
 from fnddp.cost.measure import measure_link
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
@@ -96,6 +96,47 @@ class Cost:
         return 0.5 * backward_seconds + communicated + self.codec_seconds
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The choice of `sync="auto"`, which `choose`, `fnddp plan auto`, `doctor`, `tune` and the tables of docs share.
+
+    Attributes:
+        costs: The costs of all pipelines that may be taken, the plain mean's first; none if no other may be.
+        backward_seconds: Time of backward; None if unknown.
+    """
+
+    costs: tuple[Cost, ...] = ()
+    backward_seconds: float | None = None
+
+    @property
+    def taken(self) -> str:
+        """The pipeline, as text."""
+        if not self.costs:
+            return repr(allreduce)
+        # Ratios are largest where backward takes no time, or just hides all collectives of a pipeline but the last.
+        backwards = (
+            [0.0, *(each.wire_seconds - each.last_seconds for each in self.costs)]
+            if self.backward_seconds is None
+            else [self.backward_seconds]
+        )
+        least = [(backward, min(each.step(backward) for each in self.costs)) for backward in backwards]
+
+        def regret(each: Cost) -> float:
+            return max((each.step(backward) / best for backward, best in least if best), default=1.0)
+
+        plain, best = self.costs[0], min(self.costs, key=regret)
+        return (plain if regret(plain) <= (1 + MARGIN) * regret(best) else best).pipeline
+
+    def slowest(self, others: "Sequence[Choice]") -> "Choice":
+        """Return the choice by the largest costs of each pipeline; by none if one of the groups has none."""
+        seconds = ("wire_seconds", "last_seconds", "codec_seconds")
+        costs = [
+            Cost(row[0].pipeline, *(max(getattr(each, name) for each in row) for name in seconds))
+            for row in zip(self.costs, *(each.costs for each in others), strict=False)  # of an empty list: nothing
+        ]
+        return Choice(tuple(costs), self.backward_seconds)
+
+
 def choose(
     params: Tree | nn.Module,
     links: Links,
@@ -134,12 +175,24 @@ def choose(
     bucketize(quantize(two_shot))
     allreduce
     """
+    return parse(choice(params, links, loss, world_size, codec_seconds, backward_seconds).taken)
+
+
+def choice(
+    params: Tree | nn.Module,
+    links: Links,
+    loss: Loss = "none",
+    world_size: int | None = None,
+    codec_seconds: Mapping[str, float] = CODEC_SECONDS,
+    backward_seconds: float | None = None,
+) -> Choice:
+    """Return what `choose` takes, with the costs that decide it."""
     if loss not in ("none", "some"):
         raise ValueError(f'choose: loss must be "none" or "some", got {loss!r}')
     named = params.named_parameters() if isinstance(params, nn.Module) else tree.flatten(params)[0].items()
     leaves = {path: leaf for path, leaf in named if leaf.requires_grad or not isinstance(params, nn.Module)}
     shares = _shares(leaves, loss, world_size, torch.device("meta"))
-    return parse(_best(_costs(shares, links, codec_seconds), backward_seconds))
+    return Choice(_costs(shares, links, codec_seconds), backward_seconds)
 
 
 @dataclass(frozen=True)
@@ -179,7 +232,7 @@ def _shares(leaves: Leaves, loss: Loss, n: int | None, device: torch.device) -> 
     return shares
 
 
-def _costs(shares: Mapping[str, _Share], links: Links, codec_seconds: Mapping[str, float]) -> list[Cost]:
+def _costs(shares: Mapping[str, _Share], links: Links, codec_seconds: Mapping[str, float]) -> tuple[Cost, ...]:
     copy = codec_seconds.get(repr(allreduce), 0.0)  # no codec is faster than a copy
     costs: list[Cost] = []
     for text, each in shares.items():
@@ -188,26 +241,7 @@ def _costs(shares: Mapping[str, _Share], links: Links, codec_seconds: Mapping[st
             wire = each.times * each.plan.estimate(links).communication_seconds
             codec = SLOWDOWN * nbytes * max(copy, codec_seconds.get(text, 0.0))
             costs.append(Cost(text, wire, wire * each.last, codec))
-    return costs
-
-
-def _best(costs: Sequence[Cost], backward_seconds: float | None = None) -> str:
-    """Return the pipeline to take; `costs` begins with the plain mean's, or is empty where no other may be taken."""
-    if not costs:
-        return repr(allreduce)
-    # Ratios are largest where backward takes no time, or just hides all collectives of a pipeline but the last.
-    backwards = (
-        [0.0, *(each.wire_seconds - each.last_seconds for each in costs)]
-        if backward_seconds is None
-        else [backward_seconds]
-    )
-    least = [(backward, min(each.step(backward) for each in costs)) for backward in backwards]
-
-    def regret(each: Cost) -> float:
-        return max((each.step(backward) / best for backward, best in least if best), default=1.0)
-
-    plain, taken = costs[0], min(costs, key=regret)
-    return (plain if regret(plain) <= (1 + MARGIN) * regret(taken) else taken).pipeline
+    return tuple(costs)
 
 
 def resolved(sync: str | Sync) -> Sync | Auto:
@@ -237,26 +271,20 @@ def automatic(
 
     agree(describe, group, wire)
     n = world_size(group)
-    costs, found = _measured(held, group, n) if n > 1 else ([], "one rank")
+    made, found = measured(held, group) if n > 1 else (Choice(), "one rank")
     for other in other_groups:
-        costs = _slowest(control.all_gather_object(costs, other))
-    taken = _best(costs)
+        made = made.slowest(control.all_gather_object(made, other))
     if not any(live_rank(each) for each in (group, *other_groups)):
-        _log.warning("%s", _line(taken, costs, found, perf_counter() - begun))
-    return parse(taken)
+        _log.warning("%s", _line(made, found, perf_counter() - begun))
+    return parse(made.taken)
 
 
-def _slowest(groups: Sequence[Sequence[Cost]]) -> list[Cost]:
-    """Return the largest costs of each pipeline; none if one of the groups has none."""
-    seconds = ("wire_seconds", "last_seconds", "codec_seconds")
-    return [
-        Cost(row[0].pipeline, *(max(getattr(each, name) for each in row) for name in seconds))
-        for row in zip(*groups, strict=False)  # of an empty list: nothing
-    ]
+def measured(leaves: Leaves, group: str | None, link: Link | None = None) -> tuple[Choice, str]:
+    """Return the choice on the link of `group`, with the codecs of its slowest rank, and what was found in words.
 
-
-def _measured(leaves: Leaves, group: str | None, n: int) -> tuple[list[Cost], str]:
-    """Return the costs on the link of `group`, with the codecs of its slowest rank, and what was found in words."""
+    All ranks of `group` must call it. The link is measured if it is not given.
+    """
+    n = world_size(group)
     shares: dict[str, _Share] = {}
     try:
         shares = _shares(leaves, "none", n, next(iter(leaves.values())).device)
@@ -269,19 +297,17 @@ def _measured(leaves: Leaves, group: str | None, n: int) -> tuple[list[Cost], st
     everyone: list[dict[str, float] | str] = control.all_gather_object(mine, group)
     for rank, each in enumerate(everyone):
         if isinstance(each, str):
-            return [], f"rank {rank} could not measure, {each}"
+            return Choice(), f"rank {rank} could not measure, {each}"
     if not shares:
-        return [], "not all leaves are of float32, bfloat16 or float16"
+        return Choice(), "not all leaves are of float32, bfloat16 or float16"
     slowest = {text: max(each[text] for each in everyone if isinstance(each, dict)) for text in shares}
-    link = measure_link(group, seconds=SIZE_SECONDS)
-    return _costs(shares, link, slowest), f"{n} ranks, {link}"
+    link = measure_link(group, seconds=SIZE_SECONDS) if link is None else link
+    return Choice(_costs(shares, link, slowest)), f"{n} ranks, {link}"
 
 
-def _line(taken: str, costs: Sequence[Cost], found: str, seconds: float) -> str:
-    worth = {each.pipeline: f"{duration(each.wire_seconds)} + {duration(each.codec_seconds)}" for each in costs}
+def _line(made: Choice, found: str, seconds: float) -> str:
+    taken = made.taken
+    worth = {each.pipeline: f"{duration(each.wire_seconds)} + {duration(each.codec_seconds)}" for each in made.costs}
     over = f"; collectives and codec take at most {worth[taken]} a step" if worth else ""
     over += f", those of the plain mean {worth[repr(allreduce)]}" if taken != repr(allreduce) and worth else ""
-    return (
-        f'sync="auto" takes {taken}, measured in {duration(seconds)}: {found}{over}. '
-        f"To pin it: sync=fnddp.parse({taken!r})"
-    )
+    return f'sync="auto" takes {taken}, measured in {duration(seconds)}: {found}{over}. To pin it: sync="{taken}"'

@@ -22,7 +22,11 @@ GRACE_SECONDS = 60  # to wait for the other ranks' threads to end after an error
 
 
 class RankFailed(AssertionError):
-    """A rank raised; the message has the traceback of each rank that did, and `errors` its exception."""
+    """A rank raised. The message begins with the first rank's error and its notes, and has its traceback.
+
+    Attributes:
+        errors: The exception of each rank that raised, except of those that were ended because another one had.
+    """
 
     def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
         super().__init__(message)
@@ -65,7 +69,6 @@ def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float 
     store = dist.HashStore()
     results: list[Any] = [None] * n
     errors: dict[int, BaseException] = {}
-    traces: dict[int, str] = {}
 
     def body(rank: int) -> None:
         try:
@@ -73,7 +76,6 @@ def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float 
             results[rank] = fn(rank, *arguments)
         except BaseException as error:
             errors.setdefault(rank, error)
-            traces.setdefault(rank, traceback.format_exc())
             ProcessLocalGroup.exception_handle(error)  # wakes the other ranks
         finally:
             if dist.is_initialized():
@@ -84,8 +86,7 @@ def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float 
         for thread in threads:
             thread.start()
         for rank in _alive_after(threads, seconds):
-            errors.setdefault(rank, TimeoutError(f"rank {rank} ran for {seconds} s"))
-            traces.setdefault(rank, f"ran for {seconds} s")
+            errors.setdefault(rank, TimeoutError(f"ran for {seconds} s"))
         if errors:  # late ranks would meet those of the next call
             ProcessLocalGroup.exception_handle(None)
             _alive_after(threads, GRACE_SECONDS)
@@ -94,8 +95,23 @@ def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float 
         _uninstall_threaded_pg()
         _c10d._set_thread_isolation_mode(False)
     if errors:
-        raise RankFailed("".join(f"\nrank {rank}: {traces[rank]}" for rank in sorted(errors)), errors)
+        # torch ends the ranks that wait for one that failed with a SystemExit.
+        own = {rank: errors[rank] for rank in sorted(errors) if not isinstance(errors[rank], SystemExit)} or errors
+        raise RankFailed(_message(own), own)
     return results
+
+
+def _message(errors: dict[int, BaseException]) -> str:
+    """Return what the first rank raised, its notes and its traceback, and what others raised that differs from it."""
+    said = {rank: "".join(traceback.format_exception_only(error)).strip() for rank, error in errors.items()}
+    first, *others = said
+    trace = traceback.TracebackException.from_exception(errors[first])
+    trace.__notes__ = []  # they are above
+    same = [str(rank) for rank in others if said[rank].splitlines()[0] == said[first].splitlines()[0]]
+    lines = [f"rank {first}: {said[first]}", "", "".join(trace.format())]
+    lines += [f"The same on rank {', '.join(same)}."] if same else []
+    lines += [f"rank {rank}: {said[rank]}" for rank in others if str(rank) not in same]
+    return "\n".join(lines)
 
 
 def _alive_after(threads: list[threading.Thread], seconds: float) -> list[int]:

@@ -2,12 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves
 from fnddp.cost.estimate import Compute, Links, MeanStepCost
 from fnddp.plan.period import period
-from fnddp.run.choose import choose
+from fnddp.run.choose import MARGIN, candidates, choice
 from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.simulation.training import simulate_training
 from fnddp.transforms.memory import shared_momentum, without_momentum
@@ -36,8 +36,6 @@ MEAN = "allreduce"
 SIXTEEN_BITS = ("fp16(allreduce)", "bf16(allreduce)", "bf16(two_shot)")
 """Pipelines that compression has to beat: half of the bytes, for the price of a cast."""
 
-MARGIN = 0.02
-"""A step must be shorter by this fraction to count as faster: predictions are not more accurate than that."""
 SAME = 1e-4
 """Losses whose relative difference is smaller count as equal: rounding alone makes such differences."""
 
@@ -51,8 +49,8 @@ CANDIDATES = (
     "error_feedback(bucketize(quantize(two_shot, bits=4)))",
     "error_feedback(topk(bf16(allgather), ratio=0.01))",
     "error_feedback(topk(bf16(allgather), ratio=0.05))",
-    "error_feedback(powersgd(bf16(allreduce), rank=1))",
     "error_feedback(powersgd(bf16(allreduce), rank=4))",
+    "error_feedback(powersgd(bf16(allreduce), rank=8))",
 )
 
 
@@ -149,6 +147,56 @@ def _optimizer(problem: Problem, sync: Sync, params: list[Tensor]) -> torch.opti
     return optimizer
 
 
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Student's t at 95 %, by degrees of freedom from 1 on; 2.1 beyond."""
+
+MOST_SEEDS = 30
+"""Trainings with each pipeline that are worth proposing."""
+
+
+class Gap(NamedTuple):
+    """What a pipeline's final losses are above the plain mean's, by seed: pairs have their parameters and batches."""
+
+    gaps: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """The mean over seeds."""
+        return statistics.fmean(self.gaps)
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over seeds."""
+        return statistics.stdev(self.gaps) if len(self.gaps) > 1 and math.isfinite(self.mean) else 0.0
+
+    @property
+    def half(self) -> float:
+        """Half of the interval in which the mean over all seeds lies, with 95 % confidence, by Student's t."""
+        return self._half(len(self.gaps))
+
+    def is_within(self, most: float) -> bool:
+        """Return True if seeds rule out that the mean is above `most`."""
+        return not any(self.gaps) or self.mean + self.half <= most
+
+    def is_above(self, most: float) -> bool:
+        """Return True if seeds rule out that the mean is at most `most`, or a training diverged."""
+        return not math.isfinite(self.mean) or self.mean - self.half > most
+
+    def seeds_to_tell(self, most: float) -> int | None:
+        """Return how many seeds would tell, if mean and spread stayed as they are; None for too many."""
+        if len(self.gaps) < 2:
+            return 3
+        more = range(len(self.gaps) + 1, MOST_SEEDS + 1)
+        return next((n for n in more if self._half(n) < abs(most - self.mean)), None)
+
+    def _half(self, n: int) -> float:
+        quantile = (*STUDENT[n - 2 : n - 1], 2.1)[0]
+        return quantile * self.spread / math.sqrt(n) if n > 1 else math.inf
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} ± {self.spread:.3f}" if math.isfinite(self.mean) else "diverged"
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The costs of a pipeline, and the final losses of training with it.
@@ -204,30 +252,42 @@ class Tuned:
     Attributes:
         outcomes: Of each pipeline, the fastest first.
         compute: Forward and backward, as measured.
-        within: Largest excess of a loss over the plain mean's, relative to it, that is good enough.
-        chosen: What `fnddp.choose` takes of these pipelines, with codecs as measured, and without their losses.
+        within: Largest excess of a loss over the plain mean's that is good enough, in units of the loss.
+        chosen: What `sync="auto"` takes on the link; it knows neither these losses nor how long backward takes.
+        among: The pipelines that may win; None for all.
     """
 
     outcomes: tuple[Outcome, ...]
     compute: Compute
     within: float
     chosen: str = MEAN
+    among: Collection[str] | None = None
+
+    def of(self, pipeline: str) -> Outcome:
+        """Return the outcome of `pipeline`."""
+        return next(each for each in self.outcomes if each.pipeline == pipeline)
 
     @property
     def mean(self) -> Outcome:
         """The plain mean's outcome."""
-        return next(each for each in self.outcomes if each.pipeline == MEAN)
+        return self.of(MEAN)
 
-    @property
-    def threshold(self) -> float:
-        """The largest loss that is good enough; not finite where the plain mean diverged."""
-        return self.mean.loss + self.within * abs(self.mean.loss)
+    def gap(self, of: Outcome) -> Gap:
+        """Return what the losses of `of` are above the plain mean's."""
+        return Gap(tuple(loss - mean for loss, mean in zip(of.losses, self.mean.losses, strict=True)))
 
     @property
     def good(self) -> tuple[Outcome, ...]:
-        """Outcomes whose loss is good enough, the fastest first; none where the plain mean diverged."""
-        is_known = math.isfinite(self.threshold)
-        return tuple(each for each in self.outcomes if is_known and each.loss <= self.threshold)
+        """Outcomes whose loss is surely within, the fastest first; none where the plain mean diverged."""
+        is_known = math.isfinite(self.mean.loss)
+        return tuple(each for each in self.outcomes if is_known and self.gap(each).is_within(self.within))
+
+    @property
+    def unclear(self) -> tuple[Outcome, ...]:
+        """Outcomes for which seeds do not tell whether their loss is within."""
+        is_known, good = math.isfinite(self.mean.loss), self.good
+        gaps = [(each, self.gap(each)) for each in self.outcomes if is_known and each not in good]
+        return tuple(each for each, gap in gaps if not gap.is_above(self.within))
 
     @property
     def pareto(self) -> tuple[Outcome, ...]:
@@ -235,51 +295,82 @@ class Tuned:
         return tuple(each for each in self.outcomes if not any(other.beats(each) for other in self.outcomes))
 
     @property
-    def winner(self) -> Outcome:
-        """The fastest whose loss is good enough, if it is faster than `plain` by `MARGIN`; `plain` otherwise.
+    def winner(self) -> Outcome | None:
+        """The pipeline to take; None if losses do not decide.
 
-        If no loss is good enough, which happens if the plain mean diverged, it is the plain mean: see `doubt`.
+        The fastest whose loss is surely within; of those that are faster than it by less than `MARGIN`, what
+        `sync="auto"` takes, the plain mean, or a cast. Seeds must tell of all that would be faster, and of that.
         """
-        return next((each for each in self.good if _is_faster(each, self.plain)), self.plain)
+        best = self._best
+        return None if best is None or self._doubtful else best
+
+    def _may_win(self, each: Outcome) -> bool:
+        return self.among is None or each.pipeline in self.among
 
     @property
-    def plain(self) -> Outcome:
-        """The outcome to beat: the fastest good 16-bit wire if it is faster than the plain mean, else that mean."""
-        half = self.sixteen_bits
-        return half if half is not None and _is_faster(half, self.mean) else self.mean
+    def _best(self) -> Outcome | None:
+        good = [*filter(self._may_win, self.good)]
+        near = [each for each in good if (1 - MARGIN) * each.seconds <= good[0].seconds]
+        order = (self.chosen, MEAN, *SIXTEEN_BITS)
+        ranked = [(order.index(each.pipeline) if each.pipeline in order else len(order), each) for each in near]
+        return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
 
     @property
-    def sixteen_bits(self) -> Outcome | None:
-        """The fastest 16-bit wire whose loss is good enough."""
-        return next((each for each in self.good if each.pipeline in SIXTEEN_BITS), None)
+    def _doubtful(self) -> list[Outcome]:
+        """Outcomes of which it matters whether their loss is within, and seeds do not tell."""
+        best, unclear = self._best, [*filter(self._may_win, self.unclear)]
+        faster = [each for each in unclear if best and each.seconds < (1 - MARGIN) * best.seconds]
+        return [each for each in unclear if each in faster or each.pipeline == self.chosen]
 
     @property
     def verdict(self) -> str:
-        """The winner in words, and by how much it is faster."""
-        if not self.good:
-            return "No winner: there is no loss to compare with"
-        best, plain = self.winner, self.plain
-        if best is plain:
-            return f"Nothing beats {'the plain mean' if plain is self.mean else 'a 16-bit wire'}: {plain.pipeline}"
-        ratio = f"{best.pipeline}: {plain.seconds / best.seconds:.2f}x as fast as {plain.pipeline}"
-        return ratio if self.sixteen_bits else f"{ratio}; no 16-bit wire is good enough"
+        """The winner in words, and by how much it is faster; or why there is none, and what to raise."""
+        best = self.winner
+        if best is None:
+            return f"Undecided: {self.doubt}"
+        if best is self.mean:
+            return f"Nothing beats the plain mean: {MEAN}"
+        said = f"{best.pipeline}: {self.mean.seconds / best.seconds:.2f}x as fast as the plain mean"
+        if best.pipeline in SIXTEEN_BITS:
+            return f"Nothing beats a 16-bit wire: {said}"
+        half = next((each for each in self.good if each.pipeline in SIXTEEN_BITS), None)
+        return f"{said}, {half.seconds / best.seconds:.2f}x as {half.pipeline}" if half else said
 
     @property
     def doubt(self) -> str | None:
-        """The reason why the losses do not distinguish pipelines; None if they do."""
+        """The reason why the losses do not decide, and what to raise; None if they do."""
         if not math.isfinite(self.mean.loss):
-            return "the plain mean itself diverged: lower the learning rate"
-        noise = self.mean.spread
-        if len(self.mean.losses) < 2:
-            return "one seed does not show how far seeds alone move the loss: give at least two"
-        if noise > self.within * abs(self.mean.loss):
-            relative = noise / abs(self.mean.loss)
-            return f"seeds alone move the plain mean's loss by {relative:.1%}, more than {self.within:.1%}"
-        return None
+            return "the plain mean itself diverged; lower --rate"
+        if not self._doubtful:
+            return None
+        seeds, gaps = len(self.mean.losses), [self.gap(each) for each in self._doubtful]
+        names = " and ".join(each.pipeline for each in self._doubtful)
+        wanted = [gap.seeds_to_tell(self.within) for gap in gaps]
+        known = [n for n in wanted if n is not None]
+        enough = len(known) == len(wanted)
+        more = f"raise --seeds to {max(known)}" if enough else "double --steps, or give another --within"
+        return (
+            f"{seeds} seed{'s' * (seeds > 1)} cannot tell whether {names} end{'s' * (len(gaps) == 1)} within "
+            f"{self.within:.3g} of the plain mean's loss; {more}"
+        )
 
-
-def _is_faster(one: Outcome, other: Outcome) -> bool:
-    return one.seconds < (1 - MARGIN) * other.seconds
+    @property
+    def notes(self) -> list[str]:
+        """How the verdict and the choice of `sync="auto"` agree, and what is faster here and may not win."""
+        takes, best = f'sync="auto" takes {self.chosen} on this link', self.winner
+        if best is None or best.pipeline == self.chosen:
+            notes = [f"{takes}{', too' if best else ''}"]
+        elif self.of(self.chosen) not in self.good:
+            notes = [f"{takes}, which ends {self.gap(self.of(self.chosen)).mean:.3g} above the plain mean here"]
+        elif best.pipeline in candidates("none"):
+            notes = [f"{takes}: it does not know how long backward takes"]
+        else:
+            notes = [f"{takes}: it takes only what is safe in the study, since it knows no loss of yours"]
+        faster = replace(self, among=None).winner
+        if best is not None and faster is not None and faster is not best and not self._may_win(faster):
+            ratio = f"{best.seconds / faster.seconds:.2f}x as fast as {best.pipeline}"
+            notes.append(f"Of this model alone, {faster.pipeline} loses as little, {ratio}: try --model with yours")
+        return notes
 
 
 def tune(
@@ -290,18 +381,20 @@ def tune(
     ranks: int,
     steps: int = 200,
     seeds: Sequence[int] = (0, 1, 2),
-    within: float = 0.01,
+    within: float | str = 0.01,
     bucket_cap_mb: float = 25,
     threads: int = 1,
+    among: Collection[str] | None = None,
     tell: Callable[[str, int, int], None] = lambda does, done, of: None,
 ) -> Tuned:
     """Train with each pipeline on `ranks` virtual ranks, cost a step of each on `link`, and compare.
 
-    The plain mean and 16-bit wires are always among them. Losses are simulated (`fnddp.simulate_training`); times are
-    predicted (`Plan.predict`), from forward, backward and each segment as measured here, on one rank's batch. The wrong
-    judge at a learning rate that is not the plain mean's best, since all train at that one; for a cluster with other
-    processors than this machine, or with ranks that share one; if losses differ only after more steps than `steps`; and
-    for warm-ups, which training includes and the predicted time does not.
+    The plain mean, 16-bit wires and what `sync="auto"` takes are always among them. Losses are simulated
+    (`fnddp.simulate_training`); times are predicted (`Plan.predict`), from forward, backward and each segment as
+    measured here, on one rank's batch. The wrong judge at a learning rate that is not the plain mean's best, since all
+    train at that one; for a cluster with other processors than this machine, or with ranks that share one; if losses
+    differ only after more steps than `steps`; and for warm-ups, which training includes and the predicted time does
+    not.
 
     Args:
         problem: The model, batches and loss.
@@ -310,9 +403,11 @@ def tune(
         ranks: Number of virtual ranks.
         steps: Number of training steps.
         seeds: Seeds of the initial parameters and batches: each pipeline is trained once with each of them.
-        within: Largest excess of a loss over the plain mean's, relative to it, that is good enough.
+        within: Largest excess of a loss over the plain mean's that is good enough: in units of the loss, such as 0.01
+            nats, or, as text, relative to the plain mean's, such as "1%".
         bucket_cap_mb: MiB of gradients whose payloads travel together.
         threads: Number of threads of a rank, while it is timed.
+        among: The pipelines that may win; None for all.
         tell: Callback before each timing of a pipeline and before each training step, called with what comes next, the
             number of timings or steps that are done, and their total.
 
@@ -325,13 +420,13 @@ def tune(
         raise ValueError(f"tune: steps and ranks must be at least 1, got {steps} and {ranks}")
     if not seeds:
         raise ValueError("tune: seeds must name at least one seed, such as (0, 1, 2), got none")
-    if not 0 <= within < math.inf:
-        raise ValueError(f"tune: within must be 0 or more, such as 0.01, got {within!r}")
-    syncs = {repr(sync): sync for sync in map(parse, (MEAN, *SIXTEEN_BITS, *pipelines))}
-    for sync in syncs.values():
-        _require_mean(sync)
+    excess, is_relative = most_of(within)
     model = problem.make(0)
     leaves, batch = trained(model), next(problem.batches(ranks, 0, 1))
+    chosen = choice(leaves, link, world_size=ranks).taken
+    syncs = {repr(sync): sync for sync in map(parse, (MEAN, *SIXTEEN_BITS, chosen, *pipelines))}
+    for sync in syncs.values():
+        _require_mean(sync)
     for sync in syncs.values():
         _optimizer(problem, sync, [*leaves.values()])  # which may not fit it
     with on_threads(threads):
@@ -350,10 +445,27 @@ def tune(
         with on_threads(1 if sum(map(Tensor.numel, leaves.values())) < SMALL else torch.get_num_threads()):
             losses[text].append(final_loss(problem, sync, ranks, seed, steps, tell_step))
     outcomes = [replace(each, losses=tuple(losses[each.pipeline])) for each in costs]
-    nbytes = sum(leaf.nbytes for leaf in leaves.values())
-    codecs = {each.pipeline: (each.step.encode_seconds + each.step.decode_seconds) / nbytes for each in costs}
-    chosen = repr(choose(leaves, link, world_size=ranks, codec_seconds=codecs))
-    return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, within, chosen)
+    excess *= abs(statistics.fmean(losses[MEAN])) if is_relative else 1.0
+    return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, excess, chosen, among)
+
+
+def most_of(within: float | str) -> tuple[float, bool]:
+    """Return the number that `within` is, and True if it is relative: of 0.01, "0.01" or "1%".
+
+    Raises:
+        ValueError: It is none of these.
+
+    >>> most_of("1%"), most_of(0.01)
+    ((0.01, True), (0.01, False))
+    """
+    text = str(within)
+    try:
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"within must be 0 or a positive number, such as 0.01 or 1%, got {within!r}")
+    return (number / 100, True) if text.endswith("%") else (number, False)
 
 
 def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, bucket_cap_mb: float = 25) -> Outcome:
