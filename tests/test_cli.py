@@ -1,10 +1,12 @@
 """The command as a whole: versions, suggestions, completion, models of one's own, errors in a line, terminals."""
 
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,10 +15,12 @@ import torch
 from torch import nn
 
 import fnddp
-from fnddp.cli import main, models
+from fnddp.cli import main, models, terminal
 from fnddp.cli.failures import BROKEN_PIPE, WrongArgument
 from fnddp.cli.options import MODELS
+from fnddp.wire.groups import LAUNCHERS
 from tests import workloads
+from tests.hosts import complaints
 from tests.workloads import SMALL, WIDE
 
 FILE = workloads.__file__
@@ -71,8 +75,9 @@ def test_an_old_torch_is_an_error_in_a_line_and_none_is_needed_for_the_version(
     command: str, code: int, said: str
 ) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, command], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, len((done.stdout + done.stderr).splitlines())) == (code, 1)
-    assert (done.stdout + done.stderr).startswith(said)
+    (line,) = [*done.stdout.splitlines(), *complaints(done.stderr)]
+    assert done.returncode == code
+    assert line.startswith(said)
 
 
 WRONG = {
@@ -125,7 +130,7 @@ WRONG = {
         (["--codecs", "--ranks", "4", "--link", "1gbit"], "a link or a model: leave --ranks and --link out"),
     ],
     "tune": [
-        (["--within=-1%"], "--within: must be 0 or a positive number"),
+        (["--within=-1%"], "--within must be 0 or a positive number"),
         (["--model", "digits", "--data", "text"], "--model digits does not take --data text: RuntimeError"),
         (["--model", "models.py:normalized", "--data", "digits"], "cannot be tuned: 1 (BatchNorm1d) changes its buf"),
         (["--ranks", "1500"], "--ranks 1500: each rank needs an image; there are 1,257 to train on"),
@@ -144,6 +149,7 @@ def test_wrong_arguments_are_answered_in_a_line_before_anything_is_done(
     before = set(folder.iterdir())
     assert main.main([*command.split(), *arguments]) == 2
     out, err = capsys.readouterr()
+    err = "".join(f"{line}\n" for line in complaints(err))
     assert out == ""
     assert err.startswith(f"fnddp {command}: " if command else "fnddp: ")
     assert message in err
@@ -339,7 +345,7 @@ def test_a_dumb_terminal_gets_text_alone(said: Callable[..., tuple[str, str]], t
 
 TUNE = ("tune", "--ranks", "2", "--steps", "1", "--seeds", "1", "--pipelines", "sign(allgather)")
 PHASES = {
-    (*PLAN[:2], "--model", SMALL): ["loading ", "checking allreduce", "lowering allreduce"],
+    (*PLAN[:2], "--model", SMALL): ["loading ", "checking pipelines", "lowering allreduce"],
     (*TUNE, "--model", SMALL): ["loading ", "timing forward and backward", "timing allreduce", "training allreduce, "],
     ("bench", "allreduce", "--ranks", "1", "--pairs", "1", "--model", SMALL): [
         *("loading ", "starting 1 rank", "preparing allreduce", "warming up ", "timing "),
@@ -366,3 +372,66 @@ def test_a_file_that_fails_is_not_kept_half_loaded(tmp_path, capsys):
     for _ in range(2):
         assert main.main(["plan", "--model", f"{tmp_path}/half.py:model"]) == 2
         assert "KeyError: 'no such layer'" in capsys.readouterr().err
+
+
+def test_what_has_no_terminal_gets_a_line_for_each_phase_with_the_time_that_is_left() -> None:
+    now, file = [0.0], io.StringIO()
+    lines = terminal.Lines(file, lambda: now[0])
+    lines.show("importing torch")
+    lines.show("loading data")
+    lines.begin()
+    for now[0], *shown in (
+        (0.0, "training a", 0, 100),
+        (10.0, "training a", 20, 100),
+        (20.0, "training b", 50, 100),
+        (49.0, "training b", 60, 100),
+        (60.0, "training b", 75, 100),
+        (200.0, "done"),
+    ):
+        lines.show(*shown)
+    assert file.getvalue().splitlines() == [
+        "... loading data",
+        "... training a",
+        "... training b, about 20 s left",
+        "... training b, about 20 s left",
+        "... done",
+    ]
+
+
+def test_only_the_first_rank_shows_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert set(terminal.RANKS) == {rank for rank, *_ in LAUNCHERS.values()}
+    for name in terminal.RANKS:
+        monkeypatch.setenv(name, "1")
+        with terminal.progress("working") as show:
+            show("on", 1, 2)
+        assert capsys.readouterr().err == ""
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(terminal, "Timer", AtOnce)
+    with terminal.progress("working"):
+        assert capsys.readouterr().err == "... working\n"
+
+
+class AtOnce(threading.Timer):
+    """A timer whose time is over."""
+
+    def start(self) -> None:
+        self.function()
+
+
+@pytest.mark.parametrize("arguments", [["plan", "bf16((allreduce"], ["trace", "fp16(allreduce"], ["tune", "a b"]])
+def test_wrong_syntax_is_told_before_torch_is_imported(arguments: list[str]) -> None:
+    run = f"import sys; from fnddp.cli.main import main; code = main({arguments})"
+    code = f"{run}; assert 'torch' not in sys.modules; sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"fnddp {arguments[0]}: parse: ")
+    assert done.stderr.splitlines()[2].strip() == "^"
+
+
+def test_nothing_at_all_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 0
+    said = capsys.readouterr().out
+    for name in ("demo", "plan", "bench", "tune", "trace", "doctor"):
+        assert re.search(rf"^  {name} +[A-Z]", said, re.MULTILINE)

@@ -1,5 +1,6 @@
 """`fnddp.laws.check` names the law that a transform breaks, where, and by how much; and lets sound ones pass."""
 
+import re
 from itertools import count
 
 import pytest
@@ -99,3 +100,22 @@ def test_leaves_that_hold_no_fractions_are_named_where_a_transform_fails_on_them
     law = r"while checking law 1 .* of positive\(allreduce\) on rank .*"
     with pytest.raises(RankFailed, match=rf"'Bool'\n{law}\nleaves of the trees .*'flag': 'torch.bool'.* check\("):
         laws.check(positive(allreduce), ranks=(2,))
+
+
+def test_a_failure_is_one_error_with_its_hint_first_and_one_traceback():
+    def fails(leaf):
+        if leaf.dtype.is_floating_point:
+            return leaf
+        raise ValueError(f"no {leaf.dtype}")
+
+    with pytest.raises(RankFailed) as caught:
+        laws.check(breaking("fails_on_whole", fails)(allreduce), ranks=(4,))
+    said = str(caught.value)
+    first, second, hint, *_ = said.splitlines()
+    assert re.fullmatch(r"rank \d: .*", first)
+    assert second.startswith("while checking law 1 ")
+    assert hint.startswith("leaves of the trees that are tried have all dtypes")
+    assert said.count("Traceback (most recent call last)") == 1
+    assert "SystemExit" not in said
+    assert not any(isinstance(error, SystemExit) for error in caught.value.errors.values())
+    assert caught.value.__suppress_context__

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import fnddp
 from fnddp import allgather, allreduce, ef21, error_feedback, momentum_correction, shared_momentum, sign, topk, two_shot
+from fnddp.adapters.handle import warn_without_memory
 from fnddp.core.sync import Sync
 from fnddp.laws import gather
 from tests.ranks import on_ranks
@@ -203,3 +204,25 @@ def test_a_cast_around_a_carrier_rounds_only_what_travels(rank, text):
         total += mean["w"]
     left = allreduce({"w": 200 * grads["w"] - state.residual["w"]}, ())[0]["w"]
     assert (total - left).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("text", "forgets"),
+    [
+        ("powersgd(quantize(two_shot))", "powersgd"),
+        ("warmup(bucketize(topk(allgather, ratio=0.5)), steps=3)", "topk"),
+        ("partition({'bias': allreduce, '*': powersgd(allreduce)})", "powersgd"),
+        ("error_feedback(powersgd(quantize(two_shot)))", None),
+        ("shared_momentum(error_feedback(powersgd(allreduce)))", None),
+        ("bucketize(quantize(two_shot))", None),
+    ],
+)
+def test_who_leaves_out_parts_of_gradients_for_good_is_warned_once(
+    text: str, forgets: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_without_memory.cache_clear()
+    for _ in range(2):
+        fnddp.DistributedDataParallel(torch.nn.Linear(4, 4), sync=text)
+    said = [each.getMessage() for each in caplog.records if "leaves out" in each.getMessage()]
+    assert len(said) == (forgets is not None)
+    assert all(f"error_feedback({forgets}(...))" in each for each in said)

@@ -195,3 +195,15 @@ def test_another_process_group_than_when_registered(rank: int) -> None:
     for run in (lambda: model(batch(rank, 1)), late.backward):
         with pytest.raises(RuntimeError, match=error):
             run()
+
+
+def test_a_handle_says_what_it_is() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        handle = fnddp.register(model, "bf16(allreduce)")
+        model(torch.ones(1, 2)).sum().backward()
+        assert repr(handle) == "<Handle of bf16(allreduce), after 1 step>"
+        del model, handle
+    finally:
+        dist.destroy_process_group()

@@ -1,9 +1,12 @@
 """The base classes of objects that own a pipeline and its state, and their numbers for a log."""
 
+import logging
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, Protocol
 
 from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.codecs.topk import dct_topk, topk
 from fnddp.core.agreement import agree_on_state, agree_over
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves
@@ -13,8 +16,33 @@ from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine
 from fnddp.run.stats import SyncStats, stats
+from fnddp.transforms.memory import Memory
+from fnddp.transforms.powersgd import powersgd
 from fnddp.wire.c10d import C10D
+from fnddp.wire.groups import live_rank
 from fnddp.wire.protocol import Wire
+
+_log = logging.getLogger("fnddp")
+
+
+def biased_without_memory(sync: Sync) -> Sync | None:
+    """Return a transform in `sync` that leaves out parts of gradients for good, since no memory is around it."""
+    if isinstance(sync, Memory):
+        return None
+    if isinstance(sync, powersgd | topk | dct_topk):
+        return sync
+    return next(filter(None, map(biased_without_memory, sync.children())), None)
+
+
+@cache
+def warn_without_memory(sync: Sync) -> None:
+    """Log once, on the first rank, that a pipeline leaves out parts of gradients for good."""
+    if live_rank(None) == 0 and (biased := biased_without_memory(sync)):
+        name = type(biased).__name__
+        _log.warning(
+            f"{sync}: what {name} leaves out of a gradient is lost, and training may end far from where it should; "
+            f"error_feedback({name}(...)) adds it to the next gradient"
+        )
 
 
 class HasPipeline:
@@ -106,6 +134,8 @@ class PipelineHandle(HasPipeline):
     state = HasPipeline.sync_state
 
     def __init__(self, leaves: Leaves, sync: Sync, group: str | None, wire: Wire = C10D, **options: Any) -> None:
+        warn_without_memory(sync)
+
         def engine_of(sync: Sync, leaves: Leaves = leaves) -> Engine:
             specs = {name: LeafSpec.of(leaf) for name, leaf in leaves.items()}
             donation = Donation(gradients="at_end", state=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from shutil import get_terminal_size
+from threading import Timer
 from time import monotonic
 from typing import TextIO, TypeVar
 
@@ -22,7 +23,7 @@ GAP = 2  # columns before each number
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Variables in which launchers pass a rank: the first one shows progress."""
 
-QUIET = 30.0  # seconds without a line, after which there is one again
+SILENT, QUIET = 2.0, 30.0  # seconds without a line, of what has just begun, and of what goes on
 
 _PIECES = re.compile(r"[^(,{]*(?:[({]|, ?)?")  # a pipeline is broken after these
 
@@ -128,7 +129,13 @@ def progress(text: str) -> Generator[Callable[..., None]]:
     if not to.is_terminal or to.is_dumb_terminal:
         lines = Lines(sys.stderr)
         lines.show(text)
-        yield lines.show
+        timer = Timer(SILENT, lines.begin)  # what takes no time needs no line
+        timer.daemon = True
+        timer.start()
+        try:
+            yield lines.show
+        finally:
+            timer.cancel()
         return
     rest = table.Column(no_wrap=True, overflow="ellipsis", ratio=1)
     columns = (
@@ -156,22 +163,30 @@ def _ignored(text: str, done: int = 0, of: int | None = None) -> None:
 
 
 class Lines:
-    """Progress in a file or a pipe: a line for each text, and for one that takes long, every half a minute."""
+    """Progress in a file or a pipe, from `begin` on: a line for each text, and each half minute for the same one."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic) -> None:
         self._stream, self._clock = stream, clock
-        self._text, self._began, self._said = "", clock(), clock()
+        self._text, self._since, self._said = "", clock(), clock()
+        self._line, self._has_begun = "", False
+
+    def begin(self) -> None:
+        """Write the line of the present text, and from now on each."""
+        self._has_begun = True
+        print(self._line, file=self._stream, flush=True)
 
     def show(self, text: str, done: int = 0, of: int | None = None) -> None:
         """Write `text`, which is the next of `of` parts, if it is another one than before."""
         now = self._clock()
         if not done:
-            self._began = now
+            self._since = now
         if text == self._text and now < self._said + QUIET:
             return
         self._text, self._said = text, now
-        left = f", about {_rounded((now - self._began) / done * (of - done))} left" if done and of else ""
-        print(f"... {text}{left}", file=self._stream, flush=True)
+        left = f", about {_rounded((now - self._since) / done * (of - done))} left" if done and of else ""
+        self._line = f"... {text}{left}"
+        if self._has_begun:
+            print(self._line, file=self._stream, flush=True)
 
 
 def _rounded(seconds: float) -> str:

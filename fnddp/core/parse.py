@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fnddp.core.codec import Carrier
 from fnddp.core.options import did_you_mean
 from fnddp.core.sync import Sync, registry, require_sync
-from fnddp.core.syntax import expression_of, pointer, problem
+from fnddp.core.syntax import PIPELINE, expression_of, pointer, problem
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def parse(text: str) -> Sync:
       __import__('os')
       ^
     """
-    return read(text, registry, Sync, "a pipeline; write for example fp16(allreduce)")
+    return read(text, registry, Sync, PIPELINE)
 
 
 def read(text: str, names: Mapping[str, Any], kind: type[T], wanted: str) -> T:

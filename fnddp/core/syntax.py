@@ -3,9 +3,10 @@
 import ast
 
 MAX_LENGTH = 100_000
+PIPELINE = "a pipeline; write for example fp16(allreduce)"
 
 
-def expression_of(text: str, wanted: str = "a pipeline") -> tuple[str, ast.expr]:
+def expression_of(text: str, wanted: str = PIPELINE) -> tuple[str, ast.expr]:
     """Return `text` with the lines that ast counts, and its expression.
 
     Raises:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fnddp import torch_private
+from fnddp.adapters.handle import warn_without_memory
 from fnddp.adapters.module.gate import gated, is_differentiated
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Slots, Trained, sparse_parameters
@@ -448,6 +449,7 @@ class DistributedDataParallel(TorchNames):
             pipeline = arguments.with_wire_dtype(given, self.mixed_precision).over(self._group, unnamed_only=True)
             grads = self._trained.gradients()
             made.append((pipeline, pipeline.init(grads)))
+            warn_without_memory(given)
             caps = ", ".join(f"{cap / MB:.3g}" for cap in self._bucket_caps)
             options = (
                 f"buckets of {caps} MiB, static_graph={self.static_graph}, "
