@@ -36,6 +36,7 @@ from fnddp.cli import characters, digits, models, picture
 from fnddp.core.sync import all_in
 from fnddp.plan.period import Recurring, period
 from fnddp.run.choose import CODEC_SECONDS
+from fnddp.simulation.tune import Gap
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -419,31 +420,6 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 # What was found: how far above the plain mean a pipeline ends, and how sure that is.
 
 
-class Gap(NamedTuple):
-    """Nats above the plain mean at its best learning rate, paired by seed."""
-
-    gaps: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.gaps)
-
-    @property
-    def spread(self) -> float:
-        """The standard deviation over seeds."""
-        return statistics.stdev(self.gaps) if len(self.gaps) > 1 and math.isfinite(self.mean) else 0.0
-
-    @property
-    def half(self) -> float:
-        """Half of the interval in which the mean over all seeds lies, with 95 % confidence, by Student's t."""
-        freedom = len(self.gaps) - 1
-        quantile = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)[freedom - 1 : freedom] or (2.1,)
-        return quantile[0] * self.spread / math.sqrt(freedom + 1)
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} ± {self.spread:.3f}" if math.isfinite(self.mean) else "diverged"
-
-
 class Result(NamedTuple):
     """Of a pipeline in a setting: at the plain mean's best learning rate, and at its own."""
 
@@ -654,22 +630,34 @@ class Table:
     def which_short(self) -> str:
         n = self.ranks[0]
         lines = [
-            f"| link of each rank | loss below 0.01 nats | fastest for {ADAMW} | fastest for {SGD} |",
-            "| --- | --- | --- | --- |",
+            f'| link of each rank | the plain mean | loss below 0.01 nats: `sync="auto"` | fastest for {ADAMW} '
+            f"| fastest for {SGD} |",
+            "| --- | --- | --- | --- | --- |",
         ]
         for rate in RATES:
             if not (choices := self.choices(n, rate)):
                 continue
             (_, safe, _), *faster = choices
-            cells = [f"{self.named(safe)} {self.milliseconds(safe, n, rate)}"]
+            cells = [self.milliseconds(EXACT, n, rate), self.faster(safe, n, rate) if safe != EXACT else "the same"]
             for optimizer in RATE:
                 behind = [text for _, text, optimizers in faster if optimizer in optimizers]
                 text = min(behind, key=lambda each: self.seconds(each, n, rate), default=safe)
-                nats = f", {round(self.loss(text, optimizer, n), 2) + 0.0:+.2f} nats"  # no -0.00
-                same = text == safe
-                cells.append("the same" if same else f"{self.named(text)} {self.milliseconds(text, n, rate)}{nats}")
+                nats = f"; {round(self.loss(text, optimizer, n), 2) + 0.0:+.2f} nats"  # no -0.00
+                cells.append("the same" if text == safe else f"{self.faster(text, n, rate)}{nats}")
             lines.append(f"| {WORDS[rate]} | {' | '.join(cells)} |")
+        texts = dict.fromkeys(re.findall("`([a-z].*?\\))`", "".join(lines[2:])))
+        sent = {text: self.cost[text, n]["link_bytes"] for text in (EXACT, *texts)}
+        parts = [
+            f"{size / 1e6:.1f} MB with `{text}` ({sent[EXACT] / size:.0f} times fewer)" for text, size in sent.items()
+        ]
+        bytes_of = ", ".join(sorted(parts[1:], key=lambda part: -float(part.split()[0])))
+        lines.append(f"\nThe link of a rank carries {sent[EXACT] / 1e6:.1f} MB a step with the plain mean, {bytes_of}.")
         return "\n".join(lines)
+
+    def faster(self, text: str, n: int, rate: str) -> str:
+        ratio = self.seconds(EXACT, n, rate) / self.seconds(text, n, rate)
+        times = f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
+        return f"`{text}` {self.milliseconds(text, n, rate)}, **{times} times faster**"
 
     def milliseconds(self, text: str, n: int, rate: str) -> str:
         return milliseconds(self.seconds(text, n, rate))
@@ -678,9 +666,6 @@ class Table:
         """Of collectives and codec; of those without a time of their own the codec is that of what they wrap."""
         codec = next(seconds for known, seconds in reversed(CODEC_SECONDS.items()) if known in text)
         return self.cost[text, n]["seconds"][rate] + codec * self.nbytes
-
-    def named(self, text: str) -> str:
-        return "the plain mean" if text == EXACT else f"`{text}`"
 
     def verdicts(self) -> str:
         lines = [
