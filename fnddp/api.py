@@ -19,6 +19,7 @@ from fnddp.codecs.topk import dct_topk as dct_topk
 from fnddp.codecs.topk import topk as topk
 from fnddp.core.agreement import RankMismatchError as RankMismatchError
 from fnddp.core.agreement import verify as verify
+from fnddp.core.codec import Carrying as Carrying
 from fnddp.core.codec import Codec as Codec
 from fnddp.core.parse import parse as parse
 from fnddp.core.state import load_state_dict as load_state_dict

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import chain
 from types import SimpleNamespace
 
@@ -63,6 +64,7 @@ def started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def own_transforms() -> Iterator[None]:
+    import_module("fnddp.api")  # registers the package's names, which would be forgotten
     known = dict(registry)
     yield
     registry.clear()

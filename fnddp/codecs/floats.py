@@ -17,10 +17,10 @@ from fnddp.codecs.packing import (
     unpack,
     unpack_bits,
 )
-from fnddp.core.codec import Codec, Key, Payload, wide
+from fnddp.core.codec import Carrying, Codec, Key, Payload, wide
 from fnddp.core.opaque import rounded, shortened
 from fnddp.core.options import at_least, one_of
-from fnddp.core.sync import Sync, transform
+from fnddp.core.sync import transform
 from fnddp.torch_private import reinterpreted
 
 
@@ -84,7 +84,7 @@ class fp8(Codec):
     {'w': tensor([ 6.,  3., -1.,  0.])}
     """
 
-    inner: Sync
+    inner: Carrying
     format: str = "e4m3"
     block: int | None = 128
     scale: str = "float32"
@@ -174,7 +174,7 @@ class natural(Codec):
     {'w': tensor([ 4.0000, -0.5000,  0.0000])}
     """
 
-    inner: Sync
+    inner: Carrying
     seed: int = 0
 
     draws = True

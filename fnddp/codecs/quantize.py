@@ -1,15 +1,15 @@
 """Block-wise integers: a scale for each block, and 8, 4 or 2 bits for each element."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fnddp.codecs.packing import block_size, blocks_of, in_blocks, inverse, pack, unpack
-from fnddp.core.codec import Codec, Key, Payload, wide
+from fnddp.core.codec import Carrying, Codec, Key, Payload, wide
 from fnddp.core.opaque import shortened
 from fnddp.core.options import POSITIVE, Limit, at_least, one_of
-from fnddp.core.sync import Sync, transform
+from fnddp.core.sync import transform
 
 
 @transform
@@ -34,10 +34,10 @@ class quantize(Codec):
     {'w': tensor([ 7.,  3., -1.,  0.])}
     """
 
-    inner: Sync
-    bits: int = 8
+    inner: Carrying
+    bits: Literal[8, 4, 2] = 8
     block: int | None = 128
-    rounding: str = "nearest"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
     seed: int = 0
 
     limits: ClassVar = {"bits": one_of(8, 4, 2), "rounding": one_of("nearest", "stochastic")}
@@ -97,7 +97,7 @@ class qsgd(Codec):
     {'w': tensor([ 3., -4.,  0.])}
     """
 
-    inner: Sync
+    inner: Carrying
     levels: int = 7
     block: int | None = 512
     seed: int = 0
@@ -147,7 +147,7 @@ class terngrad(Codec):
     {'w': tensor([ 3., -3.,  0.])}
     """
 
-    inner: Sync
+    inner: Carrying
     clip: float | None = None
     block: int | None = None
     seed: int = 0

@@ -1,16 +1,16 @@
 """Signs: one bit an element and a scale, or votes in two bits."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fnddp.codecs.packing import block_size, blocks_of, in_blocks, is_negative, pack, pack_bits, unpack, unpack_bits
 from fnddp.core import layout
-from fnddp.core.codec import Codec, Layer, Payload, wide
+from fnddp.core.codec import Carrying, Codec, Layer, Payload, wide
 from fnddp.core.opaque import shortened
 from fnddp.core.options import Limit, one_of
-from fnddp.core.sync import Exchange, State, Sync, transform
+from fnddp.core.sync import Exchange, State, transform
 from fnddp.core.tree import Leaves, is_inexact
 
 
@@ -33,8 +33,8 @@ class sign(Codec):
     {'w': tensor([ 2.1250, -2.1250,  2.1250, -2.1250])}
     """
 
-    inner: Sync
-    scale: str = "mean"
+    inner: Carrying
+    scale: Literal["mean", "max", "none"] = "mean"
     chunk: int | None = None
 
     limits: ClassVar = {
@@ -103,7 +103,7 @@ class majority_vote(Codec):
     {'w': tensor([ 1., -1.,  0.])}
     """
 
-    inner: Sync
+    inner: Carrying
 
     nests: ClassVar[Any] = frozenset[str]()  # of what another codec has chosen or scaled there is nothing to vote on
 

@@ -10,11 +10,11 @@ from torch.nn.functional import pad
 
 from fnddp.codecs.packing import INDEX_DTYPES, block_size, blocks_of, in_blocks, pack_indices, unpack_indices
 from fnddp.core import tree
-from fnddp.core.codec import Codec, Layer, Payload, takes_averages, wide
+from fnddp.core.codec import Carrying, Codec, Layer, Payload, takes_averages, wide
 from fnddp.core.layout import in_format_of
 from fnddp.core.opaque import shortened
 from fnddp.core.options import Share, at_least, one_of, require_share
-from fnddp.core.sync import Exchange, State, Sync, transform
+from fnddp.core.sync import Exchange, State, transform
 from fnddp.core.tree import Leaves, Tree
 from fnddp.torch_private import reinterpreted
 
@@ -43,7 +43,7 @@ class topk(Codec):
     {'w': tensor([ 3.,  0.,  0., -4.])}
     """
 
-    inner: Sync
+    inner: Carrying
     ratio: float | None = None
     k: int | None = None
     chunk: int | None = None
@@ -110,7 +110,7 @@ class dct_topk(Codec):
     True
     """
 
-    inner: Sync
+    inner: Carrying
     chunk: int = 64
     k: int = 8
     index: str = "small"

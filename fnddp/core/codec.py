@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives, layout, random
+from fnddp.core.expression import CHECKS
 from fnddp.core.group import group_name
 from fnddp.core.opaque import shortened
-from fnddp.core.sync import Exchange, Reducer, Replicated, State, Sync, require_state
+from fnddp.core.sync import Exchange, Reducer, Replicated, State, Sync, require_state, require_sync
 from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 from fnddp.device import device_of
 from fnddp.wire.groups import current
@@ -234,7 +235,14 @@ def _only(payload: Payload) -> Tensor:
     return payload[""]
 
 
-class Carrier(Reducer):
+class Carrying(Sync):
+    """A pipeline around which codecs may stand: a carrier, or a codec or cast around one."""
+
+
+CHECKS["Carrying"] = require_sync
+
+
+class Carrier(Reducer, Carrying):
     """A reducer that moves encoded payloads, and takes the mean of the decoded ones.
 
     It sums in float32 or wider, in rank order, so its mean is the same to the bit whatever the layout of messages.
@@ -270,11 +278,11 @@ class CodecState(NamedTuple):
     inner: State
 
 
-class Codec(Sync):
+class Codec(Carrying):
     """Two functions on rows around `inner`: a carrier, or another codec, which encodes what holds fractions.
 
-    Derive a class with `@fnddp.transform`, a first field `inner: Sync`, and `encode` and `decode`, which are pure and
-    traceable. One that draws random numbers sets `draws`, has a field `seed: int`, and takes a `Key` in `encode`;
+    Derive a class with `@fnddp.transform`, a first field `inner: Carrying`, and `encode` and `decode`, which are pure
+    and traceable. One that draws random numbers sets `draws`, has a field `seed: int`, and takes a `Key` in `encode`;
     ranks, leaves and steps draw different numbers. One that takes an average over a row sets `averages`, and takes a
     `length` in `encode`, as described there.
 
@@ -294,7 +302,7 @@ class Codec(Sync):
     topk(allgather) or topk(two_shot), and put transforms that are none outside: bucketize(topk(allgather))
     """
 
-    inner: Sync
+    inner: Carrying
 
     draws: ClassVar[bool] = False
     averages: ClassVar[bool] = False

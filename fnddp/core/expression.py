@@ -13,6 +13,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "int": checked_int,
     "float": checked_float,
     "bool": lambda what, value: bool(value),
+    "Literal": lambda what, value: value if isinstance(value, str) else checked_int(what, value),
 }
 """Functions that check a field's value and return it in plain Python; by the name of the field's type."""
 
@@ -36,7 +37,7 @@ class Expression:
         for field in fields(self):  # pyright: ignore[reportArgumentType]
             # A string in modules that postpone annotations.
             kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
-            check = CHECKS.get(kind.removesuffix(_OR_NONE).rpartition(".")[2])
+            check = CHECKS.get(kind.removesuffix(_OR_NONE).partition("[")[0].rpartition(".")[2])
             value = getattr(self, field.name, None)
             if field.init and check is not None and not (value is None and kind.endswith(_OR_NONE)):
                 object.__setattr__(self, field.name, check(f"{type(self).__name__}: {field.name}", value))

@@ -1,7 +1,7 @@
 """Leaves in another layout: in flat buffers, or as square matrices."""
 
 import math
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ def batched_powersgd(
     cap_mb: float = 25,
     first_cap_mb: float = 1,
     warm_start: bool = True,
-    orthogonalization: str = "cholesky",
+    orthogonalization: Literal["cholesky", "qr", "gram_schmidt"] = "cholesky",
     epsilon: float = 1e-6,
     seed: int = 0,
 ) -> Sync:

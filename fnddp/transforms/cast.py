@@ -1,13 +1,13 @@
 """Low-precision wires: cast, exchange, cast back."""
 
 import math
-from typing import ClassVar
+from typing import ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
 
 from fnddp.core import collectives, tree
-from fnddp.core.codec import CodecState, Key, Layers, Payload, carried
+from fnddp.core.codec import Carrying, CodecState, Key, Layers, Payload, carried
 from fnddp.core.opaque import rounded
 from fnddp.core.options import one_of
 from fnddp.core.sync import (
@@ -32,7 +32,7 @@ MANTISSA, LOWEST = 23, -126  # bits of float32, and the exponent of its smallest
 
 
 @transform
-class cast(Sync):
+class cast(Carrying):
     """Send floating-point leaves in another dtype.
 
     `fp16(powersgd(allreduce))` casts gradients and compresses the result; `powersgd(fp16(allreduce))` compresses in
@@ -67,7 +67,7 @@ class cast(Sync):
     inner: Sync
     dtype: torch.dtype | str
     check: bool = False
-    rounding: str = "nearest"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
     seed: int = 0
 
     limits: ClassVar = {"rounding": one_of("nearest", "stochastic")}
@@ -170,7 +170,11 @@ class cast(Sync):
         return f"{short}({self.inner!r}{', check=True' if self.check else ''})"
 
 
-def fp16(inner: Sync, *, check: bool = False) -> cast:
+@overload
+def fp16(inner: Carrying, *, check: bool = False) -> cast: ...
+@overload
+def fp16(inner: Sync, *, check: bool = False) -> Sync: ...
+def fp16(inner: Sync, *, check: bool = False) -> Sync:
     """Return `cast(inner, torch.float16)`: half the bytes, 11 bits of precision, range 6e-8 to 65504.
 
     The wrong choice when gradients leave that range.
@@ -182,7 +186,11 @@ def fp16(inner: Sync, *, check: bool = False) -> cast:
     return cast(inner, torch.float16, check)
 
 
-def bf16(inner: Sync, *, check: bool = False) -> cast:
+@overload
+def bf16(inner: Carrying, *, check: bool = False) -> cast: ...
+@overload
+def bf16(inner: Sync, *, check: bool = False) -> Sync: ...
+def bf16(inner: Sync, *, check: bool = False) -> Sync:
     """Return `cast(inner, torch.bfloat16)`: half the bytes, 8 bits of precision, the range of float32.
 
     The wrong choice for large world sizes without error feedback: the wire's sum is rounded to 8 bits too.

@@ -1,7 +1,7 @@
 """PowerSGD: the mean gradient as a product of two thin matrices."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class powersgd(Sync):
     rank: int = 1
     warm_start: bool = True
     min_compression_rate: float = 2
-    orthogonalization: str = "cholesky"
+    orthogonalization: Literal["cholesky", "qr", "gram_schmidt"] = "cholesky"
     epsilon: float = 1e-6
     seed: int = 0
     alternate: bool = False

@@ -1,9 +1,11 @@
 """Outer steps of the literature that are compositions of `diloco` with a pipeline."""
 
+from typing import Literal
+
 from fnddp.codecs.lloyd_max import lloyd_max
 from fnddp.codecs.quantize import quantize
 from fnddp.codecs.topk import topk
-from fnddp.core.sync import Sync
+from fnddp.core.codec import Carrying
 from fnddp.outer.contract import Outer, outers
 from fnddp.outer.steps.diloco import diloco
 from fnddp.reducers.carriers import allgather, two_shot
@@ -16,10 +18,10 @@ def sparse_loco(
     *,
     k: int = 64,
     chunk: int = 4096,
-    bits: int = 2,
+    bits: Literal[8, 4, 2] = 2,
     decay: float = 0.95,
     lr: float = 1.0,
-    carrier: Sync = allgather,
+    carrier: Carrying = allgather,
 ) -> Outer:
     """Return SparseLoCo: the largest differences of each chunk, in few bits; decaying memory, no outer momentum.
 
@@ -47,11 +49,11 @@ def sparse_loco(
 def muloco(
     every: int = 30,
     *,
-    bits: int = 2,
+    bits: Literal[8, 4, 2] = 2,
     decay: float = 1.0,
     lr: float = 0.7,
     momentum: float = 0.9,
-    carrier: Sync = two_shot,
+    carrier: Carrying = two_shot,
 ) -> Outer:
     """Return MuLoCo's outer half: DiLoCo on differences of few bits, with memory. The other half is a local Muon.
 
