@@ -31,6 +31,9 @@ FOUND = {
     "slow network": "which-pipeline/",
     "bandwidth": "which-pipeline/",
     "FSDP2": "fsdp/",
+    "checkpoint": "checkpoint/",
+    "mixed precision": "ddp/",
+    "gradient accumulation": "ddp/",
 }
 PAGES = ["", "which-pipeline/", "ddp/", "fsdp/", "catalogue/", "glossary/", "contract/", "api/pipelines/"]
 
