@@ -1,16 +1,16 @@
 """Levels of a normal distribution: 1 to 4 bits for each element, and 8 for the scale of a block."""
 
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fnddp.codecs.packing import block_size, in_blocks, inverse, is_negative, pack, unpack
-from fnddp.core.codec import Codec, Payload, wide
+from fnddp.core.codec import Carrying, Codec, Payload, wide
 from fnddp.core.opaque import shortened
 from fnddp.core.options import Limit, one_of
-from fnddp.core.sync import Sync, transform
+from fnddp.core.sync import transform
 from fnddp.torch_private import reinterpreted
 
 # Positive levels of the quantizers whose mean squared error is least for a normal distribution of variance 1, by bits.
@@ -54,8 +54,8 @@ class lloyd_max(Codec):
     {'w': tensor([ 3.0277, -3.0277,  0.9076, -0.9076])}
     """
 
-    inner: Sync
-    bits: int = 2
+    inner: Carrying
+    bits: Literal[1, 2, 3, 4] = 2
     block: int | None = 128
 
     limits: ClassVar = {

@@ -49,7 +49,7 @@ def sparse_loco(
 def muloco(
     every: int = 30,
     *,
-    bits: Literal[8, 4, 2] = 2,
+    bits: Literal[1, 2, 3, 4] = 2,
     decay: float = 1.0,
     lr: float = 0.7,
     momentum: float = 0.9,
