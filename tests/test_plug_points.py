@@ -167,3 +167,20 @@ def test_a_group_of_its_own_for_gradients(rank: int) -> None:
     *_, (_, (group,)) = fsdp_groups(ours).values()
     ours_of_it = handle._reductions.units[-1]._pipeline()[0].group
     assert ours_of_it == group.reducing.group_name != group.shards.group_name
+
+
+@by_parameter
+@pytest.mark.thorough
+@on_ranks(4)
+def test_sums_that_wait_for_replicas_keep_what_a_later_backward_leaves_out(rank: int) -> None:
+    """FSDP fills in zeros for what it has a sum of: gradients of a reduction are not those of that backward."""
+    mesh = meshes(2, 2)
+    native, ours = sharded(mesh, grouped=True), sharded(mesh, grouped=True)
+    compress_shards(ours, "two_shot", "allgather")
+    for model in (native, ours):
+        for x in batches(2):
+            with switched_off(model.set_requires_all_reduce):
+                loss(model, x[:2]).backward()
+            loss(model, x[2:], extra=False).backward()
+    for (name, p), q in zip(native.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(q.grad.to_local(), p.grad.to_local(), rtol=1e-6, atol=1e-7, msg=name)
