@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -275,7 +276,7 @@ class OwnerDataParallel(DistributedDataParallel):
         step, zero_grad = optimizer.step, optimizer.zero_grad
 
         @functools.wraps(step)
-        def stepped(*args: Any, **kwargs: Any) -> Any:
+        def stepped(_: Any, *args: Any, **kwargs: Any) -> Any:
             return self._step(sharded, step, args, kwargs)
 
         @functools.wraps(zero_grad)
@@ -284,7 +285,8 @@ class OwnerDataParallel(DistributedDataParallel):
             for p in sharded.parameters.values():
                 p.grad = None
 
-        optimizer.step, optimizer.zero_grad = stepped, cleared
+        # A method, as schedulers expect it, which wrap it in turn.
+        optimizer.step, optimizer.zero_grad = MethodType(stepped, optimizer), cleared
 
     def _step(self, sharded: _Sharded, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._steps.settle()
@@ -426,8 +428,7 @@ class OwnerDataParallel(DistributedDataParallel):
         for each in self._sharded:
             for name, p in each.own.items():
                 state = dict(each.optimizer.state.get(p, {}))
-                weights = p.detach() if each.is_apart else None
-                mine[name] = _on_cpu(state), None if weights is None else weights.cpu()
+                mine[name] = _on_cpu(state), _on_cpu({"": p} if each.is_apart else {})
         everyone = control.all_gather_object(mine, self._group)
         state: dict[str, Any] = {}
         weights: dict[str, Any] = {}
@@ -437,7 +438,7 @@ class OwnerDataParallel(DistributedDataParallel):
             if of_leaf:
                 state[name] = of_leaf
             if each.is_apart:
-                weights[name] = self._joined(each.owners, name, [{"": whole} for _, whole in parts])[""]
+                weights[name] = self._joined(each.owners, name, [whole for _, whole in parts])[""]
         saved: dict[str, Any] = {"state": state, "param_groups": self._groups(), "weights": weights}
         if any(each.engine.state != () for each in self._sharded):
             saved["codecs"] = [each.engine.state for each in self._sharded]
@@ -511,9 +512,10 @@ class OwnerDataParallel(DistributedDataParallel):
         return joined
 
     def _own_part(self, each: _Sharded, name: str, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.shape == each.owners.shape(name):
-            return each.owners.own(name, value, each.rank).clone()
-        return value
+        if not isinstance(value, Tensor):
+            return value
+        is_whole = value.shape == each.owners.shape(name)
+        return (each.owners.own(name, value, each.rank) if is_whole else value).clone()
 
     # What has no place here
 
@@ -580,7 +582,7 @@ def _local(value: Any) -> Any:
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+    return {key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 def own(

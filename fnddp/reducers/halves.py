@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fnddp.core import collectives, layout
 from fnddp.core.codec import (
@@ -117,10 +118,6 @@ class _Half(Carrier):
     group: Group = None
     owners: Owners | None = None
 
-    @property
-    def agrees(self) -> bool:
-        return False
-
     def __repr__(self) -> str:  # the table is none of the text: it is for the leaves of one model
         return f"{type(self).__name__}({'' if self.group is None else f'group={self.group!r}'})"
 
@@ -162,6 +159,10 @@ class to_owners(_Half):
 
     group: Group = None
     owners: Owners | None = None
+
+    @property
+    def agrees(self) -> bool:
+        return False
 
     def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
         group, n, rank, owners = self._here(leaves)
@@ -231,7 +232,7 @@ class to_all(_Half):
 
     Args:
         group: See `all_reduce`.
-        owners: Of the leaves, from `Owners.of`. It must be given if there are several ranks.
+        owners: Of the leaves, from `Owners.of`; None where all ranks give whole leaves, balanced by their elements.
 
     >>> to_all()({"w": torch.ones(2)}, ())
     ({'w': tensor([1., 1.])}, ())
@@ -242,48 +243,62 @@ class to_all(_Half):
 
     def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
         group, n, rank, owners = self._here(leaves)
-        if self.owners is None and n > 1:
-            raise ValueError("to_all: give the owners of the leaves, to_all(owners=Owners.of(params, ranks))")
-        wires = {path: layout.to_wire(leaf).reshape(-1) for path, leaf in leaves.items()}
-        inside = code if all(map(is_inexact, leaves.values())) else ()
-        # Rows of other owners are encoded for their sizes alone, which plans do not run.
-        of_owner: list[Leaves] = [{} for _ in range(n)]
-        cut: Leaves = {}
-        for path, wire in wires.items():
-            owner, shape = owners.owner(path), owners.shape(path)
-            numbers = math.prod(shape) * (2 if leaves[path].is_complex() else 1)
-            if owner is None:
-                chunk = -(-shape[0] // n) * (numbers // shape[0])
-                cut[path] = torch.nn.functional.pad(wire, (0, chunk - wire.numel())).unsqueeze(0)
-            else:
-                of_owner[owner][path] = (wire if owner == rank else wire.new_zeros(numbers)).unsqueeze(0)
-        batches = [batches_of(inside, rows) for rows in of_owner]
-        encoded = [
-            {name: encode(inside, b.x, Key(f"{name} again", rank)) for name, b in each.items()} for each in batches
-        ]
-        of_rows = batches_of(inside, cut)
-        length: dict[str, Tensor | None] = {}
-        for name, batch in of_rows.items():
-            padded = inside and batch.is_one and wires[name].numel() < batch.x.shape[1]
-            length[name] = torch.full((1, 1), wires[name].numel(), device=batch.x.device) if padded else None
-        in_rows = {name: encode(inside, b.x, Key(f"{name} again", rank), length[name]) for name, b in of_rows.items()}
+        mean = {path: leaf for path, leaf in leaves.items() if not owners.shape(path).numel()}
+        of_code = {path: leaf for path, leaf in leaves.items() if path not in mean and is_inexact(leaf)}
+        others = {path: leaf for path, leaf in leaves.items() if path not in mean and path not in of_code}
+        for each, codecs in ((of_code, code), (others, ())):
+            mean |= _gathered(codecs, each, owners, group, rank)
+        sent = {path: leaf if path not in of_code else torch.zeros_like(leaf) for path, leaf in leaves.items()}
+        for path in of_code:  # which counts n times in a mean
+            own = owners.own(path, mean[path], rank) * collectives.ranks(group)
+            if own.numel():
+                missing = leaves[path].shape[0] - own.shape[0] if own.ndim else 0
+                sent[path] = torch.cat([own, own.new_zeros(missing, *own.shape[1:])]) if missing else own
+        sent |= {path: mean[path] for path in others}
+        return Exchange({path: mean[path] for path in leaves}, sent, state)
 
-        rows = _Rows(batches, encoded)
-        parts = {key: part[0] for key, part in _parts(in_rows).items()}
-        moved = collectives.all_gather_leaves(rows.of_one(rank, wires) | parts, group)
-        flat: Leaves = {}
-        for r in range(n):
-            for name, batch in batches[r].items():
-                flat |= batch.split(encoded[r][name].decode(rows.sent(moved, r, name)))
-        for name, batch in of_rows.items():
-            flat |= batch.split(in_rows[name].decode(_payload(moved, name, in_rows[name])))
-        mean: Leaves = {}
-        for path, wire in wires.items():
-            shape = owners.shape(path)
-            pairs = (2,) if leaves[path].is_complex() else ()
-            whole = shortened(flat[path].reshape(-1), math.prod((*shape, *pairs))).to(wire.dtype).view((*shape, *pairs))
-            mean[path] = layout.as_complex(whole) if pairs else whole
-        return Exchange(mean, leaves, state)
+
+def _gathered(code: Code, leaves: Leaves, owners: Owners, group: str | None, rank: int) -> Leaves:
+    """Return whole leaves, of what each owner has of them."""
+    wires = {path: layout.to_wire(leaf).reshape(-1) for path, leaf in leaves.items()}
+    n = owners.n
+    # Rows of other owners are encoded for their sizes alone, which plans do not run.
+    of_owner: list[Leaves] = [{} for _ in range(n)]
+    cut: Leaves = {}
+    for path, wire in wires.items():
+        owner, shape = owners.owner(path), owners.shape(path)
+        numbers = shape.numel() * (2 if leaves[path].is_complex() else 1)
+        if owner is None:
+            chunk = -(-shape[0] // n) * (numbers // shape[0])
+            cut[path] = pad(wire, (0, chunk - wire.numel())).unsqueeze(0)
+        else:
+            of_owner[owner][path] = (wire if owner == rank else wire.new_zeros(numbers)).unsqueeze(0)
+    batches = [batches_of(code, rows) for rows in of_owner]
+    encoded = [{name: encode(code, b.x, Key(f"{name} again", rank)) for name, b in each.items()} for each in batches]
+    of_rows = batches_of(code, cut)
+    length: dict[str, Tensor | None] = {}
+    for name, batch in of_rows.items():
+        is_padded = code and batch.is_one and wires[name].numel() < batch.x.shape[1]
+        length[name] = torch.full((1, 1), wires[name].numel(), device=batch.x.device) if is_padded else None
+    in_rows = {name: encode(code, b.x, Key(f"{name} again", rank), length[name]) for name, b in of_rows.items()}
+
+    rows = _Rows(batches, encoded)
+    parts = {key: part[0] for key, part in _parts(in_rows).items()}
+    moved = collectives.all_gather_leaves(rows.of_one(rank, wires) | parts, group)
+    flat: Leaves = {}
+    for r in range(n):
+        for name, batch in batches[r].items():
+            flat |= batch.split(encoded[r][name].decode(rows.sent(moved, r, name)))
+    for name, batch in of_rows.items():
+        flat |= batch.split(in_rows[name].decode(_payload(moved, name, in_rows[name])))
+    whole: Leaves = {}
+    for path, wire in wires.items():
+        shape = [*owners.shape(path), *((2,) if leaves[path].is_complex() else ())]
+        made = shortened(flat[path].reshape(-1), math.prod(shape)).to(wire.dtype).view(shape)
+        whole[path] = layout.from_wire(made, leaves[path]) if leaves[path].shape == owners.shape(path) else (
+            layout.as_complex(made) if leaves[path].is_complex() else made
+        )
+    return whole
 
 
 class _Rows:
