@@ -1,4 +1,4 @@
-"""Sharded optimizers: each leaf is updated by the one rank that owns it, which sends its update to all (ZeRO-1, Muon)."""
+"""Sharded optimizers (ZeRO-1, Muon): each leaf is updated by the rank that owns it, which sends its update to all."""
 
 import functools
 import math
@@ -8,7 +8,6 @@ from types import MethodType
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -30,7 +29,7 @@ from fnddp.plan.plan import Plan
 from fnddp.reducers.carriers import all_gather, two_shot_mean
 from fnddp.reducers.halves import Owners, to_all, to_owners, with_halves
 from fnddp.run.choose import AUTO
-from fnddp.run.engine import Engine
+from fnddp.run.engine import Engine, fail_next
 from fnddp.run.step import Synchronized
 from fnddp.run.vote import StepFailedError
 from fnddp.schedules.choose import partition, warmup
@@ -300,7 +299,8 @@ class OwnerDataParallel(DistributedDataParallel):
             sharded.check()
             done = step(*args, **kwargs)
         except BaseException as error:
-            sharded.engine.fail_next(error)
+            for engine in fail_next({sharded.engine: error}):
+                engine.fail(error)
             self._engine.broken = error
             raise
         try:
@@ -457,11 +457,13 @@ class OwnerDataParallel(DistributedDataParallel):
         if [set(g["params"]) for g in groups] != [set(g["params"]) for g in mine]:
             raise ValueError(
                 "load_optimizer_state_dict: the groups of parameters are "
-                f"{[len(g['params']) for g in groups]} parameters long, and those here {[len(g['params']) for g in mine]}"
-                ", or have other names; load it with the same optimizers, in the same order"
+                f"{[len(g['params']) for g in groups]} parameters long, and those here "
+                f"{[len(g['params']) for g in mine]}, or have other names; load it with the same optimizers, in the "
+                "same order"
             )
         for each in self._sharded:
-            of_optimizer, groups = groups[: len(each.optimizer.param_groups)], groups[len(each.optimizer.param_groups) :]
+            count = len(each.optimizer.param_groups)
+            of_optimizer, groups = groups[:count], groups[count:]
             names = [name for group in self._names(each) for name in group]
             state = {
                 i: {key: self._own_part(each, name, value) for key, value in saved["state"][name].items()}
@@ -582,7 +584,9 @@ def _local(value: Any) -> Any:
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in state.items()}
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in state.items()
+    }
 
 
 def own(
@@ -601,8 +605,8 @@ def own(
     """Shard optimizers: send each gradient to the rank that owns its leaf, and send that rank's update to all.
 
     Each rank holds the optimizer's state of its own leaves, 1 / n of it (ZeRO-1), and a matrix is orthogonalized once,
-    not n times (Muon). The first hop runs behind backward. `optimizer.step()` updates what this rank owns, and then runs
-    the second hop, with weights, or with `ef21` what they have changed by: that is what codecs bear best. With
+    not n times (Muon). The first hop runs behind backward. `optimizer.step()` updates what this rank owns, and then
+    runs the second hop, with weights, or with `ef21` what they have changed by, which survives few bits. With
     `two_shot` and `allgather` the weights are, to the bit, those of the same optimizer on every rank with the exact
     mean.
 
@@ -670,7 +674,7 @@ def own(
         return {**lines, "dtype of owners' weights": str(master_dtype)}
 
     agree(set_up, group)
-    named, owners, *pipelines = made[-1]
+    named, owners, first, second = made[-1]
     if bucket_cap_mb is None:
         bucket_cap_mb = max(25.0, 12.5 * owners[0].n)
     live = None if group is None else live_group(group)
@@ -679,7 +683,8 @@ def own(
         optimizers,
         named,
         owners,
-        *pipelines,
+        first,
+        second,
         master_dtype,
         process_group=live,
         bucket_cap_mb=bucket_cap_mb,
@@ -699,7 +704,9 @@ def _require_plain(model: nn.Module) -> None:
                 "leave own out, or fully_shard"
             )
         if optimizers_in_backward(p):
-            raise TypeError(f"own: {name!r} has an optimizer that runs in backward, before there is a mean; leave it out")
+            raise TypeError(
+                f"own: {name!r} has an optimizer that runs in backward, before a mean is there; leave it out"
+            )
 
 
 def _gradients(sync: str | Sync) -> Sync:
@@ -732,9 +739,7 @@ def _weights(sync: str | Sync) -> Sync:
     return sync
 
 
-def _parameters_of(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> list[dict[str, nn.Parameter]]:
+def _parameters_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, nn.Parameter]]:
     """Return the parameters of each optimizer that require a gradient, by name, in the order of the model."""
     if not optimizers:
         raise ValueError("own: there is no optimizer; give one, or several")
@@ -751,7 +756,10 @@ def _parameters_of(
                         "model's; make the optimizer of model.parameters(), before own"
                     )
                 if id(p) in of:
-                    raise ValueError(f"own: a parameter of shape {tuple(p.shape)} is in two optimizers; leave it in one")
+                    raise ValueError(
+                        f"own: a parameter of shape {tuple(p.shape)} is in two optimizers, of which each would update "
+                        "it; leave it in one"
+                    )
                 of[id(p)] = i
     named: list[dict[str, nn.Parameter]] = [{} for _ in optimizers]
     for name, p in model.named_parameters():
@@ -774,9 +782,10 @@ def _owners(
     cut: bool,
 ) -> Owners:
     is_muon = "muon" in type(optimizer).__name__.lower()
-    costs = {name: float(p.numel() * (min(p.shape) if is_muon and p.ndim == 2 else 1)) for name, p in parameters.items()}
     if cost is not None:
         costs = {name: float(cost(name, p)) for name, p in parameters.items()}
+    else:
+        costs = {n: float(p.numel() * (min(p.shape) if is_muon and p.ndim == 2 else 1)) for n, p in parameters.items()}
     apart: set[str] = set()
     if cut and n > 1 and type(optimizer) in ELEMENTWISE:
         for name, p in parameters.items():

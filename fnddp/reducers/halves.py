@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,15 +14,14 @@ from fnddp.core import collectives, layout
 from fnddp.core.codec import (
     Batch,
     Carrier,
-    Code,
     Encoded,
     Key,
+    Layers,
     Payload,
     added_up,
     batches_of,
     encode,
     exchanged,
-    wide,
 )
 from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import shortened
@@ -69,7 +68,8 @@ class Owners:
         cost = {path: float(leaf.numel() if costs is None else costs[path]) for path, leaf in leaves.items()}
         load = [(sum(cost[path] for path in apart) / n, rank) for rank in range(n)]
         whole: dict[str, int] = {}
-        for path in sorted((p for p in reversed(leaves) if p not in apart), key=lambda path: -cost[path]):
+        arriving = [path for path in reversed([*leaves]) if path not in apart]
+        for path in sorted(arriving, key=lambda path: -cost[path]):
             least, rank = heapq.heappop(load)
             whole[path] = rank
             heapq.heappush(load, (least + cost[path], rank))
@@ -92,7 +92,8 @@ class Owners:
     def sent_shape(self, path: str) -> torch.Size:
         """Return the shape of what `to_all` takes of a leaf, on all ranks: the leaf, or the rows of the first rank."""
         begin, end = self.rows(path, 0)
-        return self._shape[path] if self._owner[path] is not None else torch.Size([end - begin, *self._shape[path][1:]])
+        whole = self._shape[path]
+        return whole if self._owner[path] is not None else torch.Size([end - begin, *whole[1:]])
 
     def owner(self, path: str) -> int | None:
         """Return the rank that owns the leaf; None for one that is cut by rows."""
@@ -112,6 +113,23 @@ class Owners:
     _owner: dict[str, int | None] = field(init=False, repr=False, compare=False)
 
 
+def at_owners(encoded: Mapping[str, Encoded], like: Mapping[str, Tensor], group: str | None) -> Leaves:
+    """Send row r of each payload to rank r; return the sum of what all ranks sent to this one, `[n]`, in rank order.
+
+    Args:
+        like: A row of each that is encoded, or what has its shape and dtype; the sum is in float32 or wider.
+    """
+    received = exchanged(encoded, lambda parts: collectives.all_to_all_leaves(parts, group))
+    n = collectives.world_size(group)
+    return {name: added_up(each, received[name], n, like[name]) for name, each in encoded.items()}
+
+
+def of_owners(encoded: Mapping[str, Encoded], group: str | None) -> Leaves:
+    """Send the one row of each payload to all ranks, and return the rows of all as all decode them, `[ranks, n]`."""
+    everyone = exchanged(encoded, lambda parts: collectives.all_gather_leaves(parts, group))
+    return {name: each.decode(everyone[name]) for name, each in encoded.items()}
+
+
 class _Half(Carrier):
     """What both halves share: batches of the leaves of each owner, and rows of payloads with a place for each owner."""
 
@@ -121,7 +139,7 @@ class _Half(Carrier):
     def __repr__(self) -> str:  # the table is none of the text: it is for the leaves of one model
         return f"{type(self).__name__}({'' if self.group is None else f'group={self.group!r}'})"
 
-    def carry_flat(self, code: Code, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
+    def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         raise AssertionError("halves carry leaves in their shapes")
 
     def _here(self, leaves: Leaves) -> tuple[str | None, int, int, Owners]:
@@ -160,11 +178,7 @@ class to_owners(_Half):
     group: Group = None
     owners: Owners | None = None
 
-    @property
-    def agrees(self) -> bool:
-        return False
-
-    def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
+    def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         group, n, rank, owners = self._here(leaves)
         exact = {path: leaf for path, leaf in leaves.items() if not is_inexact(leaf) or not leaf.numel()}
         mean: Leaves = {
@@ -175,15 +189,15 @@ class to_owners(_Half):
         whole = {path: wire.reshape(1, -1) for path, wire in wires.items() if owners.owner(path) is not None}
         cut = {path: _rows(wire, n) for path, wire in wires.items() if path not in whole}
         of_owner = [{path: row for path, row in whole.items() if owners.owner(path) == r} for r in range(n)]
-        batches = [batches_of(code, rows) for rows in of_owner]
-        encoded = [{name: encode(code, b.x, Key(name, rank)) for name, b in each.items()} for each in batches]
-        of_rows = batches_of(code, cut)
-        lengths = {name: _lengths(wires[name], n) if code and b.is_one else None for name, b in of_rows.items()}
-        in_rows = {name: encode(code, b.x, Key(name, rank), lengths[name]) for name, b in of_rows.items()}
+        batches = [batches_of(layers, rows) for rows in of_owner]
+        encoded = [{name: encode(layers, b.x, Key(name, rank)) for name, b in each.items()} for each in batches]
+        of_rows = batches_of(layers, cut)
+        lengths = {name: _lengths(wires[name], n) if layers and b.is_one else None for name, b in of_rows.items()}
+        in_rows = {name: encode(layers, b.x, Key(name, rank), lengths[name]) for name, b in of_rows.items()}
 
         rows = _Rows(batches, encoded)
-        parts = rows.to_each() | _parts(in_rows)
-        moved = collectives.all_to_all_leaves(parts, group)
+        moved = collectives.all_to_all_leaves(rows.to_each(), group)
+        of_chunks = at_owners(in_rows, {name: batch.x[0] for name, batch in of_rows.items()}, group)
         ranks = collectives.ranks(group)
         flat: Leaves = {}
         for name, batch in batches[rank].items():
@@ -191,7 +205,7 @@ class to_owners(_Half):
             total = added_up(encoded[rank][name], payload, n, batch.x[0]) / ranks
             flat |= {path: row[0] for path, row in batch.split(total.unsqueeze(0)).items()}
         for name, batch in of_rows.items():
-            total = added_up(in_rows[name], _payload(moved, name, in_rows[name]), n, batch.x[0]) / ranks
+            total = of_chunks[name] / ranks
             flat |= {path: row[0] for path, row in batch.split(total.unsqueeze(0)).items()}
         for r in range(n):
             for name, batch in batches[r].items():
@@ -205,7 +219,7 @@ class to_owners(_Half):
                 continue
             own = own.reshape(-1, *wire.shape[1:])[: end - begin]
             mean[path] = layout.as_complex(own) if like.is_complex() and own.ndim > 1 else own.to(like.dtype)
-        if code:
+        if layers:
             decoded: Leaves = {}
             for r in range(n):
                 for name, batch in batches[r].items():
@@ -241,15 +255,15 @@ class to_all(_Half):
     group: Group = None
     owners: Owners | None = None
 
-    def carry(self, code: Code, leaves: Leaves, state: State) -> Exchange:
-        group, n, rank, owners = self._here(leaves)
+    def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
+        group, _, rank, owners = self._here(leaves)
         mean = {path: leaf for path, leaf in leaves.items() if not owners.shape(path).numel()}
-        of_code = {path: leaf for path, leaf in leaves.items() if path not in mean and is_inexact(leaf)}
-        others = {path: leaf for path, leaf in leaves.items() if path not in mean and path not in of_code}
-        for each, codecs in ((of_code, code), (others, ())):
+        inexact = {path: leaf for path, leaf in leaves.items() if path not in mean and is_inexact(leaf)}
+        others = {path: leaf for path, leaf in leaves.items() if path not in mean and path not in inexact}
+        for each, codecs in ((inexact, layers), (others, ())):
             mean |= _gathered(codecs, each, owners, group, rank)
-        sent = {path: leaf if path not in of_code else torch.zeros_like(leaf) for path, leaf in leaves.items()}
-        for path in of_code:  # which counts n times in a mean
+        sent = {path: leaf if path not in inexact else torch.zeros_like(leaf) for path, leaf in leaves.items()}
+        for path in inexact:  # which counts n times in a mean
             own = owners.own(path, mean[path], rank) * collectives.ranks(group)
             if own.numel():
                 missing = leaves[path].shape[0] - own.shape[0] if own.ndim else 0
@@ -258,7 +272,7 @@ class to_all(_Half):
         return Exchange({path: mean[path] for path in leaves}, sent, state)
 
 
-def _gathered(code: Code, leaves: Leaves, owners: Owners, group: str | None, rank: int) -> Leaves:
+def _gathered(layers: Layers, leaves: Leaves, owners: Owners, group: str | None, rank: int) -> Leaves:
     """Return whole leaves, of what each owner has of them."""
     wires = {path: layout.to_wire(leaf).reshape(-1) for path, leaf in leaves.items()}
     n = owners.n
@@ -273,31 +287,32 @@ def _gathered(code: Code, leaves: Leaves, owners: Owners, group: str | None, ran
             cut[path] = pad(wire, (0, chunk - wire.numel())).unsqueeze(0)
         else:
             of_owner[owner][path] = (wire if owner == rank else wire.new_zeros(numbers)).unsqueeze(0)
-    batches = [batches_of(code, rows) for rows in of_owner]
-    encoded = [{name: encode(code, b.x, Key(f"{name} again", rank)) for name, b in each.items()} for each in batches]
-    of_rows = batches_of(code, cut)
+    batches = [batches_of(layers, rows) for rows in of_owner]
+    encoded = [{name: encode(layers, b.x, Key(f"{name} again", rank)) for name, b in each.items()} for each in batches]
+    of_rows = batches_of(layers, cut)
     length: dict[str, Tensor | None] = {}
     for name, batch in of_rows.items():
-        is_padded = code and batch.is_one and wires[name].numel() < batch.x.shape[1]
+        is_padded = layers and batch.is_one and wires[name].numel() < batch.x.shape[1]
         length[name] = torch.full((1, 1), wires[name].numel(), device=batch.x.device) if is_padded else None
-    in_rows = {name: encode(code, b.x, Key(f"{name} again", rank), length[name]) for name, b in of_rows.items()}
+    in_rows = {name: encode(layers, b.x, Key(f"{name} again", rank), length[name]) for name, b in of_rows.items()}
 
     rows = _Rows(batches, encoded)
-    parts = {key: part[0] for key, part in _parts(in_rows).items()}
-    moved = collectives.all_gather_leaves(rows.of_one(rank, wires) | parts, group)
+    moved = collectives.all_gather_leaves(rows.of_one(rank, wires), group)
+    of_chunks = of_owners(in_rows, group)
     flat: Leaves = {}
     for r in range(n):
         for name, batch in batches[r].items():
             flat |= batch.split(encoded[r][name].decode(rows.sent(moved, r, name)))
     for name, batch in of_rows.items():
-        flat |= batch.split(in_rows[name].decode(_payload(moved, name, in_rows[name])))
+        flat |= batch.split(of_chunks[name])
     whole: Leaves = {}
     for path, wire in wires.items():
         shape = [*owners.shape(path), *((2,) if leaves[path].is_complex() else ())]
         made = shortened(flat[path].reshape(-1), math.prod(shape)).to(wire.dtype).view(shape)
-        whole[path] = layout.from_wire(made, leaves[path]) if leaves[path].shape == owners.shape(path) else (
-            layout.as_complex(made) if leaves[path].is_complex() else made
-        )
+        if leaves[path].shape == owners.shape(path):
+            whole[path] = layout.from_wire(made, leaves[path])
+        else:
+            whole[path] = layout.as_complex(made) if leaves[path].is_complex() else made
     return whole
 
 
@@ -331,7 +346,8 @@ class _Rows:
         made: dict[tuple[str, str], Tensor] = {}
         for key, rows in self._of.items():
             row = self._row(key, rank)
-            names = dict.fromkeys(path for r, each in enumerate(rows) for name, _ in each for path in self._paths[r][name])
+            batches = [(r, name) for r, each in enumerate(rows) for name, _ in each]
+            names = dict.fromkeys(path for r, name in batches for path in self._paths[r][name])
             made[key] = torch.cat([row, *(wires[path][:0].to(row.dtype) for path in names)])
         return made
 
@@ -370,16 +386,6 @@ class _Rows:
             name, part = rows[r][0]
             flat.append(self._encoded[r][name].payload[part].new_zeros(missing))
         return torch.cat(flat) if len(flat) > 1 else flat[0]
-
-
-def _parts(encoded: Mapping[str, Encoded]) -> dict[tuple[str, str], Tensor]:
-    return {(f"rows {name}", part): x for name, each in encoded.items() for part, x in each.payload.items()}
-
-
-def _payload(moved: Mapping[Any, Tensor], name: str, encoded: Encoded) -> Payload:
-    return {
-        part: moved[f"rows {name}", part].reshape(-1, *like.shape[1:]) for part, like in encoded.payload.items()
-    }
 
 
 def _rows(wire: Tensor, n: int) -> Tensor:
