@@ -73,7 +73,9 @@ def main() -> None:
     args = parser.parse_args()
     count = sum(p.numel() for p in net(args.width, args.layers).parameters())
     print(f"{count:,} parameters, torch {torch.__version__}")
-    print("| optimizer | ranks | | ms a step | ms of optimizer.step | MiB of state, largest | peak RSS, MiB | MiB sent |")
+    print(
+        "| optimizer | ranks | | ms a step | ms of optimizer.step | MiB of state, largest | peak RSS, MiB | MiB sent |"
+    )
     print("|---|--:|---|--:|--:|--:|--:|--:|")
     context = mp.get_context("spawn")
     for optimizer in args.optimizers:

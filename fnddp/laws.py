@@ -61,10 +61,10 @@ def check(
     """Check that `sync` keeps every law that applies to it.
 
     Law 5 (the exact mean) applies where `sent` is the input, law 8 (error feedback) to means, law 9 (text) to
-    registered transforms, and law 11 (weights) to means over one group. Law 12 is
-    about `to_owners`, which gives each rank what it owns, in place of the laws about means on all. A pipeline that cannot be lowered runs as
-    engines run it, as a whole. Numbers that are added up on several ranks may differ by roundings of the leaf's dtype,
-    of float32, and of each `cast` in the pipeline.
+    registered transforms, law 11 (weights) to means over one group, and law 12 to `to_owners`, in place of laws about
+    means that all ranks have. A pipeline that cannot be lowered runs as engines run it, as a whole. Numbers that are
+    added up on several ranks may differ by roundings of the leaf's dtype, of float32, and of each `cast` in the
+    pipeline.
 
     Args:
         sync: A pipeline over the default group, such as `my_transform(allreduce)`. Try several nestings.

@@ -124,9 +124,7 @@ def test_weights_are_those_of_the_optimizers_on_every_rank(rank: int):
             loss_of(each.model(batch(rank, step), step > 2)).backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in every.net.parameters() if p.grad is not None])
         total = owned.model.clip_grad_norm_(0.1)
-        torch.testing.assert_close(
-            total, norm, rtol=2e-7, atol=0
-        )  # that of rows to rounding
+        torch.testing.assert_close(total, norm, rtol=2e-7, atol=0)  # that of rows to rounding
         torch.nn.utils.clip_grads_with_norm_(every.net.parameters(), 0.1, total)
         for each in (owned, every):
             each.update()

@@ -616,8 +616,8 @@ def own(
     rank has only its own. Norms of single leaves (LAMB, LARS, Adafactor, Muon) are right, since whole leaves
     have one owner.
 
-    The wrong choice for a small state on a fast link: a step waits for two hops. For a model that is sharded itself
-    (`fully_shard`), whose optimizer holds shards already.
+    The wrong choice for a small state on a fast link: a step waits for two hops. For a model that FSDP2 shards, whose
+    optimizer holds shards already: see `own_matrices` there.
 
     Args:
         model: Not wrapped in DDP.
@@ -646,6 +646,7 @@ def own(
     Source: optimizer state by rank as in ZeRO (Rajbhandari et al., SC 2020); distributed Muon (Liu et al., "Muon is
     scalable", 2025); both hops compressed as in SDP4Bit (Jia et al., NeurIPS 2024).
 
+    >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     >>> net = nn.Linear(8, 8, bias=False)
     >>> optimizer = torch.optim.Muon(net.parameters(), lr=0.02)

@@ -195,7 +195,7 @@ class to_owners(_Half):
         lengths = {name: _lengths(wires[name], n) if layers and b.is_one else None for name, b in of_rows.items()}
         in_rows = {name: encode(layers, b.x, Key(name, rank), lengths[name]) for name, b in of_rows.items()}
 
-        rows = _Rows(batches, encoded)
+        rows = OwnerRows(batches, encoded)
         moved = collectives.all_to_all_leaves(rows.to_each(), group)
         of_chunks = at_owners(in_rows, {name: batch.x[0] for name, batch in of_rows.items()}, group)
         ranks = collectives.ranks(group)
@@ -296,7 +296,7 @@ def _gathered(layers: Layers, leaves: Leaves, owners: Owners, group: str | None,
         length[name] = torch.full((1, 1), wires[name].numel(), device=batch.x.device) if is_padded else None
     in_rows = {name: encode(layers, b.x, Key(f"{name} again", rank), length[name]) for name, b in of_rows.items()}
 
-    rows = _Rows(batches, encoded)
+    rows = OwnerRows(batches, encoded)
     moved = collectives.all_gather_leaves(rows.of_one(rank, wires), group)
     of_chunks = of_owners(in_rows, group)
     flat: Leaves = {}
@@ -316,7 +316,7 @@ def _gathered(layers: Layers, leaves: Leaves, owners: Owners, group: str | None,
     return whole
 
 
-class _Rows:
+class OwnerRows:
     """The payloads of whole leaves, by owner: those of one bucket and dtype have one row for each owner, padded."""
 
     def __init__(self, batches: list[dict[str, Batch]], encoded: list[dict[str, Encoded]]) -> None:
@@ -351,6 +351,20 @@ class _Rows:
             made[key] = torch.cat([row, *(wires[path][:0].to(row.dtype) for path in names)])
         return made
 
+    def of_each(
+        self, rank: int, payloads: Mapping[str, Payload], device: torch.device
+    ) -> dict[tuple[str, str], Tensor]:
+        """Return messages with a row for each rank, `[n, width]`, of `payloads: [n, ...]` of what `rank` owns."""
+        made: dict[tuple[str, str], Tensor] = {}
+        for key, rows in self._of.items():
+            width, n = max(self._sizes(key)), len(self._encoded)
+            flat = [payloads[name][part].reshape(n, -1) for name, part in rows[rank]]
+            r = next(r for r, row in enumerate(rows) if row)
+            like = self._encoded[r][rows[r][0][0]].payload[rows[r][0][1]]
+            missing = width - sum(each.shape[1] for each in flat)
+            made[key] = torch.cat([*flat, torch.zeros(n, missing, dtype=like.dtype, device=device)], 1)
+        return made
+
     def received(self, moved: Mapping[Any, Tensor], rank: int, name: str) -> Payload:
         """Return the payloads of the batch `name` that all ranks have sent to its owner."""
         return self._cut(moved, rank, name, slice(None))
@@ -376,9 +390,13 @@ class _Rows:
                 at += like.numel()
         return payload
 
+    def _sizes(self, key: tuple[str, str]) -> list[int]:
+        rows = self._of[key]
+        return [sum(self._encoded[r][name].payload[part].numel() for name, part in row) for r, row in enumerate(rows)]
+
     def _row(self, key: tuple[str, str], rank: int) -> Tensor:
         rows = self._of[key]
-        sizes = [sum(self._encoded[r][name].payload[part].numel() for name, part in row) for r, row in enumerate(rows)]
+        sizes = self._sizes(key)
         flat = [self._encoded[rank][name].payload[part].reshape(-1) for name, part in rows[rank]]
         missing = max(sizes) - sizes[rank]
         if missing:
