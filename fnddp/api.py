@@ -7,6 +7,8 @@ from fnddp.adapters.functional import value_and_grad as value_and_grad
 from fnddp.adapters.handle import log_sync_stats as log_sync_stats
 from fnddp.adapters.hook import from_hook as from_hook
 from fnddp.adapters.module.wrapper import DistributedDataParallel as DistributedDataParallel
+from fnddp.adapters.owners import OwnerDataParallel as OwnerDataParallel
+from fnddp.adapters.owners import own as own
 from fnddp.codecs.floats import fp8 as fp8
 from fnddp.codecs.floats import natural as natural
 from fnddp.codecs.lloyd_max import lloyd_max as lloyd_max
@@ -42,6 +44,9 @@ from fnddp.reducers.all_reduce import none as none
 from fnddp.reducers.carriers import all_gather as all_gather
 from fnddp.reducers.carriers import allgather as allgather
 from fnddp.reducers.carriers import two_shot as two_shot
+from fnddp.reducers.halves import Owners as Owners
+from fnddp.reducers.halves import to_all as to_all
+from fnddp.reducers.halves import to_owners as to_owners
 from fnddp.reducers.hierarchical import hierarchical as hierarchical
 from fnddp.run.choose import choose as choose
 from fnddp.run.measure import measure_backward as measure_backward

@@ -25,6 +25,7 @@ from fnddp.core.tree import Leaves, Tree
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces
+from fnddp.reducers.halves import to_all, to_owners
 from fnddp.run.engine import Engine, Synchronized
 from fnddp.simulation.ranks import RankFailed, run_threads
 from fnddp.simulation.simulate import simulate
@@ -60,9 +61,10 @@ def check(
     """Check that `sync` keeps every law that applies to it.
 
     Law 5 (the exact mean) applies where `sent` is the input, law 8 (error feedback) to means, law 9 (text) to
-    registered transforms, and law 11 (weights) to means over one group. A pipeline that cannot be lowered runs as
-    engines run it, as a whole. Numbers that are added up on several ranks may differ by roundings of the leaf's dtype,
-    of float32, and of each `cast` in the pipeline.
+    registered transforms, law 11 (weights) to means over one group, and law 12 to `to_owners`, in place of laws about
+    means that all ranks have. A pipeline that cannot be lowered runs as engines run it, as a whole. Numbers that are
+    added up on several ranks may differ by roundings of the leaf's dtype, of float32, and of each `cast` in the
+    pipeline.
 
     Args:
         sync: A pipeline over the default group, such as `my_transform(allreduce)`. Try several nestings.
@@ -101,6 +103,15 @@ def check_on_rank(rank: int, sync: Sync, grads: Grads, traces: Traces | None = N
 
 def applies(law: Law, sync: Sync) -> bool:
     """Return True if `law` is about pipelines such as `sync`; law 5 needs one that `loses_nothing`, too."""
+    halves = [each for each in all_in(sync) if isinstance(each, to_owners | to_all)]
+    if law is law_12_what_owners_have_is_the_mean:
+        return any(isinstance(each, to_owners) for each in halves)
+    if halves and law is law_10_simulated_is_real:
+        return False
+    if halves and law in (law_5_lossless_is_exact, law_11_weighted_is_pooled):
+        return False  # of a mean
+    if law in _ABOUT_ALL and any(isinstance(each, to_owners) for each in halves):
+        return False
     if not sync.ops and law in (law_2_all_ranks_get_the_same_bits, law_4_sent_reduces_to_mean, law_5_lossless_is_exact):
         return False  # nothing is reduced
     if law in (law_4_sent_reduces_to_mean, law_5_lossless_is_exact):
@@ -318,6 +329,22 @@ def law_7_resuming_an_engine_is_exact(
     _require_resuming(steps, lambda: sync.init(grads(rank, 0)))
 
 
+@_stated
+def law_12_what_owners_have_is_the_mean(rank: int, sync: Sync, grads: Grads) -> None:
+    """What ranks own of a leaf, put together in rank order, is the mean over ranks of `sent`."""
+    scale = 0.0
+    for step, (leaves, done) in enumerate(_exchanges(sync, grads, rank)):
+        everyone, owned = gather(done.sent), gather(done.mean)
+        scale = max(scale, _largest(everyone))
+        have: Leaves = {}
+        for path, leaf in leaves.items():
+            parts = [each[path].reshape(-1) for each in owned]
+            have[path] = torch.cat(parts).view(leaf.shape) if leaf.numel() else leaf
+        want = _reduce(everyone, "mean")
+        where, terms = f"step {step}: leaf", 2 * len(everyone) + 4
+        _require_near(have, want, where, "the mean over ranks of sent", summed(sync), scale, terms)
+
+
 def _require_resuming(run: Callable[[State, range], tuple[list[Tree], State]], init: Callable[[], State]) -> None:
     straight, final = run(init(), range(STEPS))
     _, halfway = run(init(), range(STEPS // 2))
@@ -433,6 +460,15 @@ def _exchanges(sync: Sync, grads: Grads, rank: int) -> Iterator[tuple[Leaves, Ex
         done = sync.exchange(leaves, state)
         state = done.state
         yield leaves, done
+
+
+_ABOUT_ALL = (
+    law_1_outputs_are_like_inputs,
+    law_2_all_ranks_get_the_same_bits,
+    law_4_sent_reduces_to_mean,
+    law_8_error_feedback_loses_nothing,
+)
+"""Laws of pipelines that give every rank the mean of all leaves."""
 
 
 def make_engine(

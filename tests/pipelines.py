@@ -42,6 +42,8 @@ EXAMPLES = {
     "all_gather": "all_gather()",
     "two_shot": "two_shot(server_memory=True)",
     "two_shot_mean": "bf16(two_shot_mean())",
+    "to_owners": "error_feedback(quantize(to_owners(), bits=4))",
+    "to_all": "quantize(to_all(), bits=4, rounding='stochastic')",
     "random_k": "error_feedback(random_k(fp16(allreduce), ratio=0.3))",
     "random_block": "random_block(bf16(two_shot), block=7, unbiased=True)",
     "topk": "topk(quantize(allgather, bits=4, rounding='stochastic'), k=5, chunk=32)",

@@ -162,6 +162,7 @@ SAYS = {
     "functional.py": "of the test set",
     "existing_ddp.py": "the resumed run has the same parameters to the bit: yes",
     "module.py": "the module resumed with the same parameters to the bit: yes",
+    "muon_owners.py": "the resumed run has the same weights to the bit: yes",
     "own_transform.py": "sampled(allreduce, 0.1) keeps the laws",
     "topk.py": "error_feedback(largest(0.05)) keeps the laws; 64 MiB are 6,710,888 bytes",
     "two_shot.py": "error_feedback(int8_two_shot()) keeps the laws; 64 MiB are 17,843,200 bytes",

@@ -34,6 +34,8 @@ FOUND = {
     "checkpoint": "checkpoint/",
     "mixed precision": "ddp/",
     "gradient accumulation": "ddp/",
+    "Muon": "owners/",
+    "ZeRO": "owners/",
 }
 PAGES = ["", "which-pipeline/", "ddp/", "fsdp/", "catalogue/", "glossary/", "contract/", "api/pipelines/"]
 

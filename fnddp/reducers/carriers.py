@@ -12,6 +12,7 @@ from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import shortened
 from fnddp.core.sync import Local, Remembered, State, registry, require_state, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
+from fnddp.reducers.halves import at_owners, of_owners
 
 
 @transform
@@ -124,7 +125,7 @@ class two_shot_mean(Carrier):
             name: _lengths(leaves[name], n) if layers and each.is_one else None for name, each in batches.items()
         }
         first = {name: encode(layers, each.x, Key(name, rank), lengths[name]) for name, each in batches.items()}
-        received = exchanged(first, lambda parts: collectives.all_to_all_leaves(parts, group))
+        sums = at_owners(first, {name: batch.x[0] for name, batch in batches.items()}, group)
         if self.server_memory:
             require_state("two_shot", state, TwoShotState)
             shapes = {path: (_chunk(x.numel(), n),) for path, x in leaves.items()}
@@ -132,19 +133,18 @@ class two_shot_mean(Carrier):
         second: dict[str, Encoded] = {}
         lost: Leaves = {}
         for name, batch in batches.items():
-            decoded = first[name].decode(received[name])  # [n, chunk], or [n, pieces, unit]
-            total = (collectives.sum_in_rank_order(decoded.to(wide(decoded.dtype))) / ranks).unsqueeze(0)
+            total = (sums[name] / ranks).unsqueeze(0)  # [1, chunk], or [1, pieces, unit]
             length = lengths[name]
             own = None if length is None else length[rank].unsqueeze(0)
             if own is not None:  # a codec may have decoded padding to any values
-                total = torch.where(torch.arange(decoded.shape[1], device=decoded.device) >= own, 0, total)
+                total = torch.where(torch.arange(total.shape[1], device=total.device) >= own, 0, total)
             elif layers and not batch.is_one:
                 total = batch.cleared(total, {path: _own(leaves[path], n, rank) for path in batch.paths})
             if self.server_memory:
                 total = total + batch.join({path: state.residual[path].unsqueeze(0) for path in batch.paths})
             second[name] = encode(layers, total.to(batch.x.dtype), Key(f"{name} again", rank), own)
             lost[name] = second[name].decode(second[name].payload) - total
-        everyone = exchanged(second, lambda parts: collectives.all_gather_leaves(parts, group))
+        means = of_owners(second, group)
 
         mean: Leaves = {}
         sent: Leaves = {}
@@ -158,7 +158,7 @@ class two_shot_mean(Carrier):
             else:
                 owned = torch.arange(n, device=mine.device).view(n, *[1] * (mine.ndim - 1)) == rank
                 mine = mine + torch.where(owned, ranks * lost[name], 0)
-            mean |= batch.split(second[name].decode(everyone[name]))
+            mean |= batch.split(means[name])
             sent |= batch.split(mine)
         if self.server_memory:
             state = TwoShotState({path: residual[path] for path in state.residual})

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -107,6 +107,9 @@ class DistributedDataParallel(TorchNames):
     (tensor([1.]),)
     >>> dist.destroy_process_group()
     """
+
+    steps_class: ClassVar[type[Steps]] = Steps
+    """Runs its backwards."""
 
     def __init__(
         self,
@@ -466,7 +469,7 @@ class DistributedDataParallel(TorchNames):
 
     def _set_up(self, pipeline: Sync, initial: State) -> None:
         """Make what is neither copied nor pickled, and begin with `pipeline` in the state `initial`."""
-        self._steps = Steps(self._promises)
+        self._steps = self.steps_class(self._promises)
         self.reducer = reducer(self._steps)
         self._use(pipeline, initial)
 

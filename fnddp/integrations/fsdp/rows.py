@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives, layout
-from fnddp.core.codec import Carrier, Encoded, Key, Layers, added_up, encode, exchanged
+from fnddp.core.codec import Carrier, Encoded, Key, Layers, encode
 from fnddp.core.group import Group, group_name
 from fnddp.core.sync import Exchange, State
 from fnddp.core.tree import Leaves
+from fnddp.reducers.halves import at_owners, of_owners
 from fnddp.wire.protocol import CollectiveError
 
 
@@ -101,10 +102,9 @@ class to_owners(Carrier):
         buffer = leaves[""] if "" in leaves else rows.pack(leaves)
         encoded = rows.encode(layers, buffer, Key(self.name, collectives.rank(group)))
         with _after_encoding(self.name):
-            received = exchanged(encoded, lambda parts: collectives.all_to_all_leaves(parts, group))
-            own = [added_up(each, received[part], rows.n, buffer[0]) for part, each in encoded.items()]
+            own = at_owners(encoded, dict.fromkeys(encoded, buffer[0]), group)
             sent = {} if "" in leaves else rows.unpack(_decoded(encoded))
-        return Exchange({"": torch.cat(own)}, sent, state)
+        return Exchange({"": torch.cat([*own.values()])}, sent, state)
 
     def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         return self.carry(layers, leaves, state)
@@ -114,8 +114,7 @@ def to_all(layers: Layers, row: Tensor, rows: Rows, name: str, group: str | None
     """Gather this rank's `row: [width]` as `allgather` does; return all rows as all ranks decode them: `[n, width]`."""
     rank = collectives.rank(group)
     encoded = rows.encode(layers, row.unsqueeze(0), Key(name, rank), rank)
-    everyone = exchanged(encoded, lambda parts: collectives.all_gather_leaves(parts, group))
-    return torch.cat([each.decode(everyone[part]) for part, each in encoded.items()], 1)
+    return torch.cat([*of_owners(encoded, group).values()], 1)
 
 
 def _decoded(encoded: Mapping[str, Encoded]) -> Tensor:

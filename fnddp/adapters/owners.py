@@ -1,0 +1,799 @@
+"""Sharded optimizers (ZeRO-1, Muon): each leaf is updated by the rank that owns it, which sends its update to all."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from fnddp.adapters.module.steps import Steps
+from fnddp.adapters.module.wrapper import DistributedDataParallel
+from fnddp.core import collectives
+from fnddp.core.agreement import agree
+from fnddp.core.codec import Codec
+from fnddp.core.group import Group, group_name
+from fnddp.core.parse import pipeline_of
+from fnddp.core.state import describe
+from fnddp.core.sync import State, Sync, all_in
+from fnddp.core.tree import Leaves
+from fnddp.ir.program import LeafSpec
+from fnddp.plan.draft import Donation
+from fnddp.plan.plan import Plan
+from fnddp.reducers.carriers import all_gather, two_shot_mean
+from fnddp.reducers.halves import Owners, to_all, to_owners, with_halves
+from fnddp.run.choose import AUTO
+from fnddp.run.engine import Engine, fail_next
+from fnddp.run.step import Synchronized
+from fnddp.run.vote import StepFailedError
+from fnddp.schedules.choose import partition, warmup
+from fnddp.torch_private import optimizers_in_backward
+from fnddp.transforms.cast import cast
+from fnddp.transforms.memory import ef21, error_feedback
+from fnddp.wire import control
+from fnddp.wire.groups import live_group
+
+ELEMENTWISE = frozenset(
+    {
+        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+        *(torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop),
+        torch.optim.ASGD,
+    }
+)
+"""Optimizers that compute each element by itself, so that a leaf may have several owners, of rows."""
+
+CUT = 2**14
+"""Elements from which a leaf is cut by rows."""
+
+WEIGHTS = "weights."
+STATE = "state."
+
+
+class _OwnerSteps(Steps):
+    """Steps whose means are this rank's own leaves alone."""
+
+    receive: Callable[[str, Tensor, int | None], None]
+    found: Callable[[Tensor | bool], None]
+
+    def _end(self) -> Synchronized:
+        step = self.engine.step
+        assert step is not None
+        step.watch(False)  # ranks agree on whether anything was not finite: a loss scaler skips on all, or on none
+        done = super()._end()
+        self.found(step.found_nonfinite)
+        return done
+
+    def _write(self, done: Synchronized, backward: Any) -> None:
+        for name, mean in done.mean.items():
+            if name in done.unused and not (self.engine.sync.gives_later and bool(mean.any())):
+                continue
+            self.parameters[name].grad = None
+            self.receive(name, mean, backward.sparse.get(name))
+
+    def _feed_with_placeholder(self, backward: Any, name: str, grad: Tensor) -> Tensor:
+        self._stop(
+            "gradients go to their owners, so torch.autograd.grad and create_graph=True have none to return on other "
+            "ranks; call backward(), or differentiate the module itself, model.module"
+        )
+
+    def synchronize(self, grads: Mapping[str, Tensor], forward_weight: Any) -> Leaves:
+        error = TypeError("own: torch.func has no owners; use fnddp.to_owners and fnddp.to_all on its gradients")
+        self.leave_out(error)
+        raise error
+
+
+class _Sharded:
+    """One optimizer, whose parameters are those that this rank owns; the second hop sends what it makes of them.
+
+    Attributes:
+        own: What this rank owns, by name: a parameter that shares memory with the model's, or one of its own.
+        is_apart: True if the weights of the owner have memory of their own.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        owners: Owners,
+        weights: Sync,
+        group: str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.optimizer, self.parameters, self.owners = optimizer, dict(parameters), owners
+        self.rank = collectives.rank(group)
+        self.sends_differences = isinstance(weights, ef21)
+        codecs = weights.inner if isinstance(weights, ef21) else weights
+        self._is_exact = isinstance(codecs, all_gather)  # nothing is lost on the way
+        self.is_apart = not (self._is_exact and dtype in (None, *{p.dtype for p in self.parameters.values()}))
+        self.own: dict[str, nn.Parameter] = {}
+        self._versions: dict[str, int] = {}
+        self._take(dtype)
+        sync = with_halves(codecs, to_all(owners=owners)).over(group, unnamed_only=True)
+        like = {name: self._sent_like(name, device="meta") for name in self.parameters}
+        specs = {name: LeafSpec.of(self._sent_like(name)) for name in self.parameters}
+        self.engine = Engine(
+            sync, specs, state=sync.init(like), donation=Donation(), learns_order=False, groups=[group]
+        )
+        self.engine.connect()
+
+    def _sent_like(self, name: str, device: str | None = None) -> Tensor:
+        p = self.parameters[name]
+        dtype = p.dtype if self._is_exact and not self.sends_differences else self._dtype(name)
+        return torch.empty(self.owners.sent_shape(name), dtype=dtype, device=device or p.device)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self._dtypes[name]
+
+    def _take(self, dtype: torch.dtype | None) -> None:
+        """Put what this rank owns in place of the model's parameters, with the state that the optimizer has of them."""
+        optimizer, before = self.optimizer, {id(p): name for name, p in self.parameters.items()}
+        self._dtypes = {name: dtype or p.dtype for name, p in self.parameters.items()}
+        for name, p in self.parameters.items():
+            rows = self.owners.own(name, p.detach(), self.rank)
+            if rows.numel():
+                memory = rows.to(self._dtypes[name], copy=True) if self.is_apart else rows
+                self.own[name] = nn.Parameter(memory)
+            state = optimizer.state.pop(p, None)
+            if state and name in self.own:
+                optimizer.state[self.own[name]] = {
+                    key: self.owners.own(name, value, self.rank).clone()
+                    if isinstance(value, Tensor) and value.shape == p.shape
+                    else value
+                    for key, value in state.items()
+                }
+            self._versions[name] = p._version
+        for each in optimizer.param_groups:
+            each["params"] = [self.own.get(before.get(id(p), ""), p) for p in each["params"]]
+
+    def check(self) -> None:
+        """Take over what has been written to the model's parameters since the last step.
+
+        Raises:
+            RuntimeError: A gradient was never synchronized, or the optimizer has new parameters.
+        """
+        mine = {id(p) for p in (*self.own.values(), *self.parameters.values())}
+        for each in self.optimizer.param_groups:
+            for p in each["params"]:
+                if p.requires_grad and id(p) not in mine:
+                    raise RuntimeError(
+                        f"own: {type(self.optimizer).__name__} has got a parameter of shape {tuple(p.shape)} since the "
+                        "model was wrapped, which has no owner; add it before"
+                    )
+        for name, p in self.parameters.items():
+            if p.grad is not None:
+                raise RuntimeError(
+                    f"own: {name!r} has a gradient that no backward has synchronized, of a backward within no_sync, or "
+                    "of the module itself; run the last backward of a step outside of no_sync, on the wrapped model"
+                )
+            self._follow(name, p)
+
+    def _follow(self, name: str, p: nn.Parameter) -> None:
+        if name not in self.own:
+            return
+        rows = self.owners.own(name, p.detach(), self.rank)
+        if not self.is_apart:
+            if self.own[name].data_ptr() != rows.data_ptr():  # .data is another tensor now
+                self.own[name].data = rows
+        elif p._version != self._versions[name]:  # loaded, or changed by hand
+            self.own[name].detach().copy_(rows)
+            self._versions[name] = p._version
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Send the weights that this rank owns, and write those of all owners to the model."""
+        leaves: Leaves = {}
+        for name, p in self.parameters.items():
+            like = self.owners.sent_shape(name)
+            own = self.own.get(name)
+            if own is None:
+                is_like = self.owners.owner(name) is not None and self._sent_like(name, "meta").dtype == p.dtype
+                leaves[name] = p.detach() if is_like else self._sent_like(name)
+                continue
+            value = own.detach()
+            if self.sends_differences:
+                value = value - self.owners.own(name, p.detach(), self.rank).to(value.dtype)
+            elif self._is_exact:
+                value = value.to(p.dtype)
+            if value.shape != like:
+                value = torch.cat([value, value.new_zeros(like[0] - value.shape[0], *like[1:])])
+            leaves[name] = value
+        mean = self.engine.run(leaves).mean
+        for name, value in mean.items():
+            p = self.parameters[name]
+            if self.sends_differences:
+                p.add_(value)
+            elif self.is_apart or self.owners.owner(name) != self.rank:
+                p.copy_(value)
+            self._versions[name] = p._version
+
+    def note_versions(self) -> None:
+        """Take the model's parameters for what the owner's weights belong to, as after a load of both."""
+        self._versions = {name: p._version for name, p in self.parameters.items()}
+
+    def fill_state(self) -> None:
+        """Give an optimizer without a state one, by a step of length zero: a checkpoint is loaded into it."""
+        groups = self.optimizer.param_groups
+        if self.optimizer.state or not self.own:
+            return
+        rates, grads = [group["lr"] for group in groups], {name: p.grad for name, p in self.own.items()}
+        for group in groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for p in self.own.values():
+            p.grad = torch.zeros_like(p)
+        type(self.optimizer).step(self.optimizer)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        for name, p in self.own.items():
+            p.grad = grads[name]
+
+
+class OwnerDataParallel(DistributedDataParallel):
+    """A wrapped module whose gradients go to the ranks that own them, and whose weights come from there: see `own`.
+
+    It is a `fnddp.DistributedDataParallel`: `no_sync`, `weight`, `plan`, `sync_state` and what it says about failures
+    hold. Gradients are in the parameters of the optimizer, not in those of the model.
+    """
+
+    steps_class = _OwnerSteps
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        named: Sequence[Mapping[str, nn.Parameter]],
+        owners: Sequence[Owners],
+        gradients: Sync,
+        weights: Sync,
+        master_dtype: torch.dtype | None,
+        **options: Any,
+    ) -> None:
+        whole = [pair for each in owners for pair in each.whole]
+        shapes = tuple((name, p.shape) for name, p in module.named_parameters() if p.requires_grad)
+        self._half = to_owners(owners=Owners(owners[0].n, shapes, tuple(whole)))
+        super().__init__(module, sync=gradients, **options)
+        self._steps.receive, self._steps.found = self._receive, self._note_nonfinite  # pyright: ignore
+        self._is_nonfinite: Tensor | bool = False
+        self._sharded = [
+            _Sharded(optimizer, parameters, each, weights, self._group, master_dtype)
+            for optimizer, parameters, each in zip(optimizers, named, owners, strict=True)
+        ]
+        self._of = {name: each for each in self._sharded for name in each.parameters}
+        for sharded in self._sharded:
+            self._wrap(sharded)
+
+    # Steps of optimizers
+
+    def _wrap(self, sharded: _Sharded) -> None:
+        """Let `step` and `zero_grad` of the optimizer do what is theirs here, as schedulers wrap `step`."""
+        optimizer: Any = sharded.optimizer
+        step, zero_grad = optimizer.step, optimizer.zero_grad
+
+        @functools.wraps(step)
+        def stepped(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._step(sharded, step, args, kwargs)
+
+        @functools.wraps(zero_grad)
+        def cleared(*args: Any, **kwargs: Any) -> None:
+            zero_grad(*args, **kwargs)
+            for p in sharded.parameters.values():
+                p.grad = None
+
+        # A method, as schedulers expect it, which wrap it in turn.
+        optimizer.step, optimizer.zero_grad = MethodType(stepped, optimizer), cleared
+
+    def _step(self, sharded: _Sharded, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._steps.settle()
+        self._steps.require_same_world()
+        try:
+            if args or kwargs.get("closure") is not None:
+                raise TypeError(
+                    f"own: {type(sharded.optimizer).__name__}.step got a closure, which may evaluate the model between "
+                    "updates that other ranks do not have yet; call backward(), then step()"
+                )
+            sharded.check()
+            done = step(*args, **kwargs)
+        except BaseException as error:
+            for engine in fail_next({sharded.engine: error}):
+                engine.fail(error)
+            self._engine.broken = error
+            raise
+        try:
+            sharded.send()
+        except StepFailedError as error:
+            self._engine.broken = error
+            raise StepFailedError(
+                f"{type(sharded.optimizer).__name__}.step failed on another rank, so no rank has its weights: "
+                f"{str(error).split('. State and')[0]}. Owners have updated theirs: restart from a checkpoint"
+            ) from error
+        except BaseException as error:
+            self._engine.broken = error
+            raise
+        return done
+
+    def _receive(self, name: str, mean: Tensor, sparse_dims: int | None) -> None:
+        """Add the mean of what this rank owns to the gradient of its own parameter."""
+        own = self._of[name].own.get(name)
+        if own is None:
+            return
+        mean = mean.to(own.dtype)
+        if self._is_nonfinite is not False:  # on some rank: loss scalers of all ranks must see it
+            mean = torch.where(torch.as_tensor(self._is_nonfinite, device=mean.device), math.nan, mean)
+        if sparse_dims is not None:
+            mean = mean.to_sparse(sparse_dims)
+        if own.grad is None:
+            own.grad = mean if mean.stride() == own.stride() else torch.empty_like(own).copy_(mean)
+        else:
+            own.grad = own.grad + mean
+
+    def _note_nonfinite(self, is_nonfinite: Tensor | bool) -> None:
+        self._is_nonfinite = is_nonfinite
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        """Clip the gradients of all owners by the norm of all of them together. All ranks call it, before any step.
+
+        In place of `torch.nn.utils.clip_grad_norm_`, which sees on each rank what that rank owns. The norm of leaves
+        that have one owner is that of torch to the bit.
+
+        Returns:
+            The norm, the same on all ranks.
+        """
+        own = {name: each.own[name] for name, each in self._of.items() if name in each.own}
+        norms = {name: p.grad for name, p in own.items() if p.grad is not None}
+        device = self.device
+        mine = torch.zeros(len(self._of), device=device)
+        for i, name in enumerate(self._of):
+            if name in norms:
+                mine[i] = torch.linalg.vector_norm(norms[name], norm_type)
+        every = collectives.all_gather(mine, self._group)  # [ranks, leaves]
+        of_leaves = torch.stack(
+            [
+                torch.linalg.vector_norm(every[:, i], norm_type)
+                if (owner := self._of[name].owners.owner(name)) is None
+                else every[owner, i]
+                for i, name in enumerate(self._of)
+            ]
+        )
+        total = torch.linalg.vector_norm(of_leaves, norm_type)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(f"clip_grad_norm_: the norm of all gradients is {float(total)}, which clips none")
+        torch.nn.utils.clip_grads_with_norm_(list(own.values()), max_norm, total, foreach)
+        return total
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model, and of the parameters of its optimizers."""
+        super().zero_grad(set_to_none)
+        for each in self._sharded:
+            each.optimizer.zero_grad(set_to_none)
+
+    # What is printed
+
+    @property
+    def owners(self) -> Owners:
+        """The owner of each leaf."""
+        assert self._half.owners is not None
+        return self._half.owners
+
+    @property
+    def weight_plans(self) -> list[Plan | None]:
+        """The plans of the second hop, one for each optimizer."""
+        return [each.engine.prepare() for each in self._sharded]
+
+    def show_owners(self) -> str:
+        """Return a table of the ranks: what each owns for each optimizer, and its load.
+
+        Load is what owners are balanced by: elements, or for Muon the multiplications of an orthogonalization. Bytes
+        of both hops are the same on all ranks: those of `plan` and `weight_plans`.
+        """
+        lines: list[str] = []
+        for each in self._sharded:
+            owners = each.owners
+            lines.append(f"{type(each.optimizer).__name__}: {len(each.parameters)} leaves over {owners.n} ranks")
+            for rank in range(owners.n):
+                of = {name: owners.rows(name, rank) for name in each.parameters}
+                size = sum(
+                    p.numel() // max(1, p.shape[0] if p.ndim else 1) * (of[name][1] - of[name][0])
+                    for name, p in each.parameters.items()
+                )
+                whole = sum(owners.owner(name) == rank for name in each.parameters)
+                rows = sum(owners.owner(name) is None and of[name][1] > of[name][0] for name in each.parameters)
+                share = owners.load[rank] / (sum(owners.load) or 1)
+                lines.append(
+                    f"  rank {rank}: {whole} leaves, rows of {rows}, {size:,} elements, load {owners.load[rank]:.4g} "
+                    f"({share:.1%})"
+                )
+        hops = [("gradients", self.plan), *(("weights", plan) for plan in self.weight_plans)]
+        lines += [f"{what}: {plan.wire_bytes:,} B per rank and step" for what, plan in hops if plan is not None]
+        return "\n".join(lines)
+
+    # Checkpoints
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the state of all optimizers by the names of parameters, whole, on the CPU. All ranks call it.
+
+        It has the form of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, so it loads on any number
+        of ranks, and into the same optimizers without owners. Where owners have weights of their own, those are
+        there too, under "weights". The wrong choice where all state does not fit into a rank's memory: see
+        `optimizer_checkpoint`.
+        """
+        mine: dict[str, Any] = {}
+        for each in self._sharded:
+            for name, p in each.own.items():
+                state = dict(each.optimizer.state.get(p, {}))
+                mine[name] = _on_cpu(state), _on_cpu({"": p} if each.is_apart else {})
+        everyone = control.all_gather_object(mine, self._group)
+        state: dict[str, Any] = {}
+        weights: dict[str, Any] = {}
+        for name, each in self._of.items():
+            parts = [held[name] for held in everyone if name in held]
+            of_leaf = self._joined(each.owners, name, [part for part, _ in parts])
+            if of_leaf:
+                state[name] = of_leaf
+            if each.is_apart:
+                weights[name] = self._joined(each.owners, name, [whole for _, whole in parts])[""]
+        saved: dict[str, Any] = {"state": state, "param_groups": self._groups(), "weights": weights}
+        if any(each.engine.state != () for each in self._sharded):
+            saved["codecs"] = [each.engine.state for each in self._sharded]
+        return saved
+
+    def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load the result of `optimizer_state_dict`, or torch's, of any number of ranks: each takes what it owns.
+
+        Load the model's weights first.
+
+        Raises:
+            ValueError: It is of other optimizers or parameters.
+        """
+        groups = list(saved["param_groups"])
+        mine = self._groups()
+        if [set(g["params"]) for g in groups] != [set(g["params"]) for g in mine]:
+            raise ValueError(
+                "load_optimizer_state_dict: the groups of parameters are "
+                f"{[len(g['params']) for g in groups]} parameters long, and those here "
+                f"{[len(g['params']) for g in mine]}, or have other names; load it with the same optimizers, in the "
+                "same order"
+            )
+        for each in self._sharded:
+            count = len(each.optimizer.param_groups)
+            of_optimizer, groups = groups[:count], groups[count:]
+            names = [name for group in self._names(each) for name in group]
+            state = {
+                i: {key: self._own_part(each, name, value) for key, value in saved["state"][name].items()}
+                for i, name in enumerate(names)
+                if name in each.own and name in saved["state"]
+            }
+            at = 0
+            indexed: list[dict[str, Any]] = []
+            for group, held in zip(of_optimizer, each.optimizer.param_groups, strict=True):
+                options = {key: group.get(key, held.get(key)) for key in held if key != "params"}
+                indexed.append({**options, "params": list(range(at, at + len(held["params"])))})
+                at += len(held["params"])
+            each.optimizer.load_state_dict({"state": state, "param_groups": indexed})
+            for name, whole in dict(saved.get("weights", {})).items():
+                if name in each.own and each.is_apart:
+                    each.own[name].detach().copy_(self._own_part(each, name, whole))
+            each.note_versions()
+        for each, codecs in zip(self._sharded, saved.get("codecs", []), strict=False):
+            each.engine.state = codecs
+
+    def optimizer_checkpoint(self) -> "OptimizerCheckpoint":
+        """Return the state of all optimizers for torch.distributed.checkpoint, without gathering it anywhere."""
+        return OptimizerCheckpoint(self)
+
+    def _names(self, each: _Sharded) -> list[list[str]]:
+        name_of = {id(p): name for name, p in (*each.parameters.items(), *each.own.items())}
+        return [[name_of[id(p)] for p in g["params"] if id(p) in name_of] for g in each.optimizer.param_groups]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = []
+        for each in self._sharded:
+            for names, group in zip(self._names(each), each.optimizer.param_groups, strict=True):
+                options = {k: v for k, v in group.items() if k != "params"}
+                groups.append({**_on_cpu(options), "params": names})
+        return groups
+
+    def _joined(self, owners: Owners, name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        if len(parts) < 2:
+            return parts[0] if parts else {}
+        rows = [owners.rows(name, rank) for rank in range(owners.n)]
+        heights = [end - begin for begin, end in rows if end > begin]
+        rest = owners.shape(name)[1:]
+        joined: dict[str, Any] = {}
+        for key, first in parts[0].items():
+            of_rows = [part[key] for part in parts]
+            is_cut = all(isinstance(x, Tensor) and x.shape == (h, *rest) for x, h in zip(of_rows, heights, strict=True))
+            joined[key] = torch.cat(of_rows) if is_cut else first
+        return joined
+
+    def _own_part(self, each: _Sharded, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        is_whole = value.shape == each.owners.shape(name)
+        return (each.owners.own(name, value, each.rank) if is_whole else value).clone()
+
+    # What has no place here
+
+    def join(self, *_: Any, **__: Any) -> AbstractContextManager[None]:  # pyright: ignore
+        raise TypeError("own: join lets a rank that has no inputs left run no step, but it owns leaves; use weight(0)")
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("own: it has the optimizers of this process; copy or pickle model.module, and call own again")
+
+    def _agreed(self, sync: Sync | str, *, verify: bool) -> tuple[Sync, State]:
+        return super()._agreed(with_halves(_gradients(sync), self._half), verify=verify)
+
+
+class OptimizerCheckpoint:
+    """A `torch.distributed.checkpoint.stateful.Stateful`: each rank saves, and loads, what it owns.
+
+    Leaves that are cut by rows are DTensors, so any number of ranks loads them.
+    """
+
+    def __init__(self, model: OwnerDataParallel) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of what this rank owns, by name; of an optimizer without one, one to load into."""
+        model = self._model
+        saved: dict[str, Any] = {}
+        for each in model._sharded:  # pyright: ignore[reportPrivateUsage]
+            each.fill_state()
+            for name, p in each.own.items():
+                state = each.optimizer.state.get(p, {})
+                entries = {f"{STATE}{name}.{key}": value for key, value in state.items()}
+                if each.is_apart:
+                    entries[f"{WEIGHTS}{name}"] = p.detach()
+                saved |= {key: self._global(each, name, p, value) for key, value in entries.items()}
+        saved["param_groups"] = model._groups()  # pyright: ignore[reportPrivateUsage]
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the state of what this rank owns."""
+        model = self._model
+        state: dict[str, dict[str, Any]] = {}
+        weights: dict[str, Tensor] = {}
+        for each in model._sharded:  # pyright: ignore[reportPrivateUsage]
+            for name, p in each.own.items():
+                keys = each.optimizer.state.get(p, {})
+                state[name] = {key: _local(state_dict[f"{STATE}{name}.{key}"]) for key in keys}
+                if each.is_apart:
+                    weights[name] = _local(state_dict[f"{WEIGHTS}{name}"])
+        groups = state_dict["param_groups"]
+        model.load_optimizer_state_dict({"state": state, "param_groups": groups, "weights": weights})
+
+    def _global(self, each: _Sharded, name: str, p: Tensor, value: Any) -> Any:
+        if each.owners.owner(name) is not None or not isinstance(value, Tensor) or value.shape != p.shape:
+            return value.detach() if isinstance(value, Tensor) else value
+        group = live_group(self._model._group)  # pyright: ignore[reportPrivateUsage]
+        mesh = DeviceMesh.from_group(group, value.device.type)
+        shape = each.owners.shape(name)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in state.items()
+    }
+
+
+def own(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    gradients: str | Sync = "two_shot",
+    weights: str | Sync = "allgather",
+    *,
+    process_group: Group = None,
+    master_dtype: torch.dtype | None = None,
+    cost: Callable[[str, nn.Parameter], float] | None = None,
+    cut: bool = True,
+    bucket_cap_mb: float | None = None,
+    **options: Any,
+) -> OwnerDataParallel:
+    """Shard optimizers: send each gradient to the rank that owns its leaf, and send that rank's update to all.
+
+    Each rank holds the optimizer's state of its own leaves, 1 / n of it (ZeRO-1), and a matrix is orthogonalized once,
+    not n times (Muon). The first hop runs behind backward. `optimizer.step()` updates what this rank owns, and then
+    runs the second hop, with weights, or with `ef21` what they have changed by, which survives few bits. With
+    `two_shot` and `allgather` the weights are, to the bit, those of the same optimizer on every rank with the exact
+    mean.
+
+    The optimizer keeps its groups, rates and schedules. A leaf has no gradient, and so no state, on ranks that do not
+    own it. Clip with `clip_grad_norm_` of the result, and call what all ranks must (a step, a clip, a checkpoint) on
+    all of them. One that mixes leaves (a norm over all of them, blocks of several leaves, L-BFGS) is wrong here: each
+    rank has only its own. Norms of single leaves (LAMB, LARS, Adafactor, Muon) are right, since whole leaves
+    have one owner.
+
+    The wrong choice for a small state on a fast link: a step waits for two hops. For a model that FSDP2 shards, whose
+    optimizer holds shards already: see `own_matrices` there.
+
+    Args:
+        model: Not wrapped in DDP.
+        optimizer: One, or several for different parameters, such as `torch.optim.Muon` for matrices and AdamW for the
+            rest. Together they have all parameters that require a gradient. A state that it has already is divided.
+        gradients: `two_shot` with codecs around it, and `error_feedback` around these, or its text.
+        weights: `allgather` with codecs around it, and `ef21` around these: differences to what all ranks have. With
+            codecs the owner keeps the exact weights of its leaves in memory of its own.
+        process_group: The ranks; None for the default group.
+        master_dtype: The dtype of owners' weights, such as `torch.float32` for a model in bfloat16; None for that of
+            the model.
+        cost: What a leaf costs its owner, by name and parameter. None for its elements, and for Muon its rows x columns
+            x the smaller of both. Leaves are balanced for each optimizer, the costliest first.
+        cut: Let several ranks own rows of a leaf of 16,384 elements or more, if the optimizer, one of torch's, computes
+            each element by itself.
+        bucket_cap_mb: See `DistributedDataParallel`. None for 25 MiB, or half as much for each rank if that is more:
+            rows for owners are padded to the longest in a bucket.
+        **options: Further arguments of `DistributedDataParallel`.
+
+    Raises:
+        RankMismatchError: On all ranks, if they disagree about optimizers, parameters or pipelines.
+        TypeError: The model is wrapped or sharded already; a pipeline has no place there; an optimizer evaluates
+            closures.
+        ValueError: A parameter is in no optimizer, or in two, or is not the model's.
+
+    Source: optimizer state by rank as in ZeRO (Rajbhandari et al., SC 2020); distributed Muon (Liu et al., "Muon is
+    scalable", 2025); both hops compressed as in SDP4Bit (Jia et al., NeurIPS 2024).
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> net = nn.Linear(8, 8, bias=False)
+    >>> optimizer = torch.optim.Muon(net.parameters(), lr=0.02)
+    >>> model = own(net, optimizer, "quantize(two_shot, bits=4)", "ef21(quantize(allgather, bits=4))")
+    >>> model(torch.ones(1, 8)).sum().backward()
+    >>> optimizer.step()
+    >>> dist.destroy_process_group()
+    """
+    group = group_name(process_group)
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    made: list[tuple[list[dict[str, nn.Parameter]], list[Owners], Sync, Sync]] = []
+
+    def set_up() -> dict[str, str]:
+        _require_plain(model)
+        pipelines = _gradients(gradients), _weights(weights)
+        named = _parameters_of(model, optimizers)
+        n = collectives.world_size(group)
+        owners = [_owners(each, of, n, cost, cut) for each, of in zip(named, optimizers, strict=True)]
+        made.append((named, owners, *pipelines))
+        lines = {"gradients": repr(pipelines[0].over(None)), "weights": repr(pipelines[1].over(None))}
+        for i, (each, of) in enumerate(zip(named, optimizers, strict=True)):
+            which = f"optimizer {i}, {type(of).__name__}"
+            lines[which] = str([_options_of(options) for options in of.param_groups])
+            lines |= {f"{name!r} of {which}": describe(p) for name, p in each.items()}
+            lines[f"owners of {which}"] = str(owners[i].whole)
+        return {**lines, "dtype of owners' weights": str(master_dtype)}
+
+    agree(set_up, group)
+    named, owners, first, second = made[-1]
+    if bucket_cap_mb is None:
+        bucket_cap_mb = max(25.0, 12.5 * owners[0].n)
+    live = None if group is None else live_group(group)
+    return OwnerDataParallel(
+        model,
+        optimizers,
+        named,
+        owners,
+        first,
+        second,
+        master_dtype,
+        process_group=live,
+        bucket_cap_mb=bucket_cap_mb,
+        **options,
+    )
+
+
+def _require_plain(model: nn.Module) -> None:
+    for name, part in model.named_modules():
+        if isinstance(part, TorchDDP):
+            which = f"the part {name!r} of the model" if name else "the model"
+            raise TypeError(f"own: {which} is wrapped in DistributedDataParallel, which would reduce twice; unwrap it")
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            raise TypeError(
+                f"own: {name!r} is a DTensor, of which each rank has its shard and the state of that; "
+                "leave own out, or fully_shard"
+            )
+        if optimizers_in_backward(p):
+            raise TypeError(
+                f"own: {name!r} has an optimizer that runs in backward, before a mean is there; leave it out"
+            )
+
+
+def _gradients(sync: str | Sync) -> Sync:
+    if sync == AUTO:
+        raise TypeError("own: gradients='auto' measures pipelines that give every rank a mean; choose one yourself")
+    sync = pipeline_of("own: gradients", sync)
+    for each in all_in(sync):
+        is_plain = isinstance(each, two_shot_mean) and not each.server_memory
+        is_codec = isinstance(each, Codec) or (isinstance(each, cast) and each.carries)
+        if not (is_plain or is_codec or isinstance(each, error_feedback | partition | warmup | to_owners)):
+            raise TypeError(
+                f"own: gradients={sync!r} cannot end at the owners, because of {each!r}; give two_shot, with codecs "
+                "around it and error_feedback around these: 'error_feedback(quantize(two_shot, bits=4))'"
+            )
+    return sync
+
+
+def _weights(sync: str | Sync) -> Sync:
+    sync = pipeline_of("own: weights", sync)
+    inner = sync.inner if isinstance(sync, ef21) else sync
+    for each in all_in(inner):
+        is_codec = isinstance(each, Codec) or (isinstance(each, cast) and each.carries)
+        if not (isinstance(each, all_gather) or is_codec):
+            raise TypeError(
+                f"own: weights={sync!r} cannot come from the owners, because of {each!r}; give allgather, with codecs "
+                "around it and ef21 around these: 'ef21(quantize(allgather, bits=4))'"
+            )
+    if isinstance(sync, ef21) and (sync.eta != 1 or isinstance(inner, all_gather)):
+        raise TypeError(f"own: weights={sync!r}: ef21 sends differences through codecs here, without an average (eta)")
+    return sync
+
+
+def _parameters_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, nn.Parameter]]:
+    """Return the parameters of each optimizer that require a gradient, by name, in the order of the model."""
+    if not optimizers:
+        raise ValueError("own: there is no optimizer; give one, or several")
+    of: dict[int, int] = {}
+    model_has = {id(p) for p in model.parameters()}
+    for i, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError("own: LBFGS evaluates a closure, and mixes all leaves; there is no owner of one leaf")
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in model_has:
+                    raise ValueError(
+                        f"own: {type(optimizer).__name__} has a parameter of shape {tuple(p.shape)} that is not the "
+                        "model's; make the optimizer of model.parameters(), before own"
+                    )
+                if id(p) in of:
+                    raise ValueError(
+                        f"own: a parameter of shape {tuple(p.shape)} is in two optimizers, of which each would update "
+                        "it; leave it in one"
+                    )
+                of[id(p)] = i
+    named: list[dict[str, nn.Parameter]] = [{} for _ in optimizers]
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if id(p) not in of:
+            raise ValueError(f"own: {name!r} is in no optimizer, so no rank would update it; add it, or freeze it")
+        named[of[id(p)]][name] = p
+    for optimizer, each in zip(optimizers, named, strict=True):
+        if not each:
+            raise ValueError(f"own: {type(optimizer).__name__} has no parameter that requires a gradient; leave it out")
+    return named
+
+
+def _owners(
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    n: int,
+    cost: Callable[[str, nn.Parameter], float] | None,
+    cut: bool,
+) -> Owners:
+    is_muon = "muon" in type(optimizer).__name__.lower()
+    if cost is not None:
+        costs = {name: float(cost(name, p)) for name, p in parameters.items()}
+    else:
+        costs = {n: float(p.numel() * (min(p.shape) if is_muon and p.ndim == 2 else 1)) for n, p in parameters.items()}
+    apart: set[str] = set()
+    if cut and n > 1 and type(optimizer) in ELEMENTWISE:
+        for name, p in parameters.items():
+            if p.ndim and p.numel() >= CUT and -p.shape[0] % n <= p.shape[0] / 16:
+                apart.add(name)
+    return Owners.of(parameters, n, costs, apart)
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", "lr")}

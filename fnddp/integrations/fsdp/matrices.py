@@ -1,0 +1,331 @@
+"""Muon on FSDP2's shards: whole matrices at their owners for the time of a step, and shards again behind it."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fnddp.core import collectives
+from fnddp.core.agreement import agree_over
+from fnddp.core.codec import Encoded, Key, Layer, Layers, batches_of, encode
+from fnddp.core.group import group_name
+from fnddp.core.parse import pipeline_of
+from fnddp.core.state import describe
+from fnddp.core.sync import Sync
+from fnddp.core.tree import Leaves
+from fnddp.integrations.fsdp.unit import layers_of, require_codecs
+from fnddp.reducers.carriers import allgather
+from fnddp.reducers.halves import OwnerRows, Owners
+from fnddp.run.vote import StepFailedError
+from fnddp.transforms.memory import ef21
+from fnddp.wire import control
+
+_SAME, _CHANGED, _FAILED = range(3)  # what a rank says before a step; the highest of all ranks counts
+
+
+class Matrices:
+    """The whole matrices that this rank owns, and the steps of their optimizer: see `own_matrices`.
+
+    Attributes:
+        owners: The owner of each matrix, by the name of its parameter.
+        optimizer: The optimizer, which has the state of a matrix at its owner alone.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, DTensor],
+        group: str | None,
+        groups: Sequence[str | None],
+        gradients: Sync,
+        weights: Sync,
+    ) -> None:
+        self._groups = groups
+        self.optimizer, self._parameters, self._group = optimizer, dict(parameters), group
+        self._rank, n = collectives.rank(group), collectives.world_size(group)
+        costs = {name: float(p.numel() * min(p.shape)) for name, p in parameters.items()}
+        self.owners = Owners.of(parameters, n, costs)
+        shapes = tuple((name, p.shape) for name, p in parameters.items())
+        self._shards = Owners(n, shapes, ())  # rows of each matrix, as FSDP cuts it
+        self._gradients, self._weights = layers_of(gradients), layers_of(weights)
+        self._sends_differences = isinstance(weights, ef21)
+        self._own: dict[str, nn.Parameter] = {}
+        self._seen: Leaves = {}  # what shards hold of them, for differences
+        self._steps, self._failure = 0, None
+        self._versions: dict[str, int] = {}
+        self._gather()
+        step = optimizer.step
+
+        @functools.wraps(step)
+        def stepped(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._step(step, args, kwargs)
+
+        optimizer.step = MethodType(stepped, optimizer)
+
+    def _gather(self) -> None:
+        """Take whole matrices from all shards, at first and after others have written to those."""
+        for name, p in self._parameters.items():
+            whole = p.full_tensor().detach()
+            if self.owners.owner(name) != self._rank:
+                continue
+            if name in self._own:
+                self._own[name].detach().copy_(whole)
+            else:
+                self._own[name] = nn.Parameter(whole.clone())
+                state = self.optimizer.state.pop(p, None)
+                if state:
+                    raise TypeError(
+                        f"own_matrices: {name!r} has a state of shards already; call it before the first step, and "
+                        "load a checkpoint with load_optimizer_state_dict"
+                    )
+            if self._sends_differences:
+                self._seen[name] = whole.clone()
+        self._note()
+
+    def _note(self) -> None:
+        self._versions = {name: p._version for name, p in self._parameters.items()}
+
+    def _step(self, step: Any, args: Any, kwargs: Any) -> Any:
+        if self._failure is not None:
+            raise RuntimeError("own_matrices: an earlier step failed; restart from a checkpoint") from self._failure
+        problem: BaseException | None = None
+        if args or kwargs.get("closure") is not None:
+            problem = TypeError("own_matrices: step got a closure, which would see shards of before; leave it out")
+        changed = any(p._version != self._versions[name] for name, p in self._parameters.items())
+        self._agree(problem, _CHANGED if changed else _SAME, "refused its arguments, and nothing has changed")
+        if self._said == _CHANGED:
+            self._gather()
+        with torch.no_grad():
+            self._receive()
+        done = None
+        try:
+            done = self._stepped(step, kwargs)
+        except BaseException as error:
+            problem = self._failure = error
+        try:
+            self._agree(problem, _SAME, "failed, and owners have updated theirs: restart from a checkpoint")
+        except StepFailedError as error:
+            self._failure = error
+            raise
+        with torch.no_grad():
+            self._send()
+        self._steps += 1
+        return done
+
+    def _agree(self, problem: BaseException | None, said: int, what: str) -> None:
+        self._said = said if problem is None else _FAILED
+        for group in self._groups:  # of HSDP's replicas, too
+            self._said = control.highest(self._said, group)
+        if problem is not None:
+            raise problem
+        if self._said == _FAILED:
+            raise StepFailedError(f"{type(self.optimizer).__name__}.step on another rank {what}; see its own error")
+
+    def _receive(self) -> None:
+        """Send the shards of each gradient to the owner of the matrix."""
+        of_owner: list[Leaves] = [{} for _ in range(self.owners.n)]
+        for name, p in self._parameters.items():
+            grad = p.grad
+            if grad is None:
+                continue  # of a matrix that no rank has used
+            assert isinstance(grad, DTensor)
+            of_owner[self.owners.owner(name) or 0][name] = self._padded(name, grad.to_local()).reshape(1, -1)
+        batches = [batches_of(self._layers(self._gradients), rows) for rows in of_owner]
+        layers = self._layers(self._gradients)
+        encoded = [{name: encode(layers, b.x, Key(name, self._rank)) for name, b in each.items()} for each in batches]
+        rows = OwnerRows(batches, encoded)
+        moved = collectives.all_to_all_leaves(rows.to_each(), self._group)
+        for own in self._own.values():
+            own.grad = None
+        for name in batches[self._rank]:
+            whole = encoded[self._rank][name].decode(rows.received(moved, self._rank, name))  # [n, rows of a shard]
+            own, shape = self._own[name], self.owners.shape(name)
+            own.grad = whole.reshape(-1, *shape[1:])[: shape[0]].to(own.dtype).contiguous()
+
+    def _stepped(self, step: Any, kwargs: Any) -> Any:
+        """Run the optimizer's step on whole matrices, in the place of shards."""
+        optimizer = self.optimizer
+        held = [list(group["params"]) for group in optimizer.param_groups]
+        own_of = {id(self._parameters[name]): own for name, own in self._own.items()}
+        for p in self._parameters.values():
+            if id(p) in own_of and p in optimizer.state:
+                optimizer.state[own_of[id(p)]] = optimizer.state.pop(p)
+        try:
+            for group in optimizer.param_groups:
+                group["params"] = [own_of[id(p)] for p in group["params"] if id(p) in own_of]
+            return step(**kwargs)
+        finally:
+            for group, params in zip(optimizer.param_groups, held, strict=True):
+                group["params"] = params
+            for name, own in self._own.items():
+                own.grad = None
+                if own in optimizer.state:  # by the parameter of the model, as in its groups
+                    optimizer.state[self._parameters[name]] = optimizer.state.pop(own)
+
+    def _send(self) -> None:
+        """Send the rows of each matrix from its owner to the ranks that have them as shards."""
+        n, layers, device = self.owners.n, self._layers(self._weights), next(iter(self._parameters.values())).device
+        of_owner: list[Leaves] = [{} for _ in range(n)]
+        for name in self._parameters:
+            size = self._shards.sent_shape(name).numel()
+            dtype = self._parameters[name].dtype
+            of_owner[self.owners.owner(name) or 0][name] = torch.empty(1, size, dtype=dtype, device="meta")
+        batches = [batches_of(layers, rows) for rows in of_owner]
+        likes: list[dict[str, Encoded]] = [
+            {name: encode(layers, b.x, Key(name, 0)) for name, b in each.items()} for each in batches
+        ]
+        rows = OwnerRows(batches, likes)
+        mine: dict[str, Encoded] = {}
+        for name, own in self._own.items():
+            value = own.detach() - self._seen[name] if self._sends_differences else own.detach()
+            height = self._shards.sent_shape(name)[0] * n
+            whole = torch.cat([value, value.new_zeros(height - value.shape[0], *value.shape[1:])])
+            mine[name] = encode(layers, whole.reshape(n, -1), Key(f"{name} again", self._rank))
+            if self._sends_differences:
+                decoded = mine[name].decode(mine[name].payload).reshape(whole.shape)[: value.shape[0]]
+                self._seen[name] += decoded
+        payloads = {name: each.payload for name, each in mine.items()}
+        moved = collectives.all_to_all_leaves(rows.of_each(self._rank, payloads, device), self._group)
+        for owner in range(n):
+            for name in batches[owner]:
+                local = self._parameters[name].to_local()
+                row = likes[owner][name].decode(rows.sent(moved, owner, name)).reshape(-1, *local.shape[1:])
+                row = row[: local.shape[0]]
+                local.add_(row) if self._sends_differences else local.copy_(row)
+        self._note()
+
+    def _padded(self, name: str, shard: Tensor) -> Tensor:
+        missing = self._shards.sent_shape(name)[0] - shard.shape[0]
+        return torch.cat([shard, shard.new_zeros(missing, *shard.shape[1:])]) if missing else shard
+
+    def _layers(self, layers: Layers) -> Layers:
+        return tuple(Layer(each.codec, each.seed, self._steps) for each in layers)
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that a rank passes to each of the two collectives of a step, without codecs, padding and all."""
+        of_owner = [0] * self.owners.n
+        for name, p in self._parameters.items():
+            of_owner[self.owners.owner(name) or 0] += self._shards.sent_shape(name).numel() * p.element_size()
+        return max(of_owner) * self.owners.n
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer, whole, by the names of parameters, on the CPU. All ranks call it.
+
+        "weights" are the owners' own where codecs round what shards have of them.
+        """
+        mine: dict[str, Any] = {}
+        for name, own in self._own.items():
+            state = self.optimizer.state.get(self._parameters[name], {})
+            mine[name] = {"state": _on_cpu(state), "weights": _on_cpu({"": own})[""] if self._weights else None}
+        everyone = {name: of for held in control.all_gather_object(mine, self._group) for name, of in held.items()}
+        name_of = {id(p): name for name, p in self._parameters.items()}
+        groups: list[dict[str, Any]] = []
+        for group in self.optimizer.param_groups:
+            names = [name_of[id(p)] for p in group["params"]]
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": names})
+        return {
+            "state": {name: everyone[name]["state"] for name in self._parameters if everyone[name]["state"]},
+            "weights": {name: everyone[name]["weights"] for name in self._parameters if self._weights},
+            "param_groups": groups,
+        }
+
+    def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load the result of `optimizer_state_dict`, of any number of ranks, after the model's. All ranks call it."""
+        self._gather()
+        for group, of in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
+            group |= {key: value for key, value in of.items() if key != "params"}
+        for name, own in self._own.items():
+            state = saved["state"].get(name, {})
+            self.optimizer.state[self._parameters[name]] = {
+                key: value.to(own.device, copy=True) if isinstance(value, Tensor) else value
+                for key, value in state.items()
+            }
+            if saved["weights"].get(name) is not None:
+                own.detach().copy_(saved["weights"][name])
+
+
+def own_matrices(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    gradients: str | Sync = "allgather",
+    weights: str | Sync = "allgather",
+) -> Matrices:
+    """Run an optimizer of whole matrices, such as Muon, on a model that FSDP2 shards. All ranks must call it.
+
+    At `optimizer.step()` the shards of each gradient go to the rank that owns the matrix, in one all_to_all of all
+    matrices; the optimizer runs there, on whole matrices, once for each; and the rows of the result go back as shards
+    in another. Owners are balanced by rows x columns x the smaller of both. Until the step all is FSDP's: gradients are
+    shards, so clipping and loss scalers work as with any DTensor. An owner keeps the matrix and the optimizer's state
+    of it: 1 / n of all, in addition to its shards. With HSDP each replica does the same.
+
+    The wrong choice for optimizers that compute each element by itself: those run on shards.
+
+    Args:
+        model: After `fully_shard`.
+        optimizer: With matrices of the model alone, such as `torch.optim.Muon`; give other parameters another one.
+        gradients: `allgather` with codecs around it, or its text, for what goes to owners.
+        weights: The same for what comes back; with `ef21` around them, differences to what shards have.
+
+    Raises:
+        RankMismatchError: On all ranks, if they disagree about pipelines or parameters.
+        TypeError: A parameter is no matrix, or not sharded by rows over one mesh; a pipeline has no place there.
+        ValueError: A parameter is not the model's.
+    """
+    made: list[tuple[dict[str, DTensor], str | None, Sync, Sync]] = []
+
+    def set_up() -> dict[str, str]:
+        hops = {"gradients": gradients, "weights": weights}
+        read = [pipeline_of(f"own_matrices: {what}", sync) for what, sync in hops.items()]
+        for what, sync in zip(hops, read, strict=True):
+            require_codecs(what, sync, ef21, allgather)
+        if isinstance(read[0], ef21):
+            raise TypeError("own_matrices: gradients that ef21 compares need a memory at owners; leave it out")
+        parameters, group = _matrices(model, optimizer)
+        made.append((parameters, group, read[0], read[1]))
+        lines = {name: f"{describe(p)} in {type(optimizer).__name__}" for name, p in parameters.items()}
+        return {"gradients": repr(read[0]), "weights": repr(read[1]), **lines}
+
+    shards = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+    meshes = [mesh.get_group(dim) for mesh in [p.device_mesh for p in shards[:1]] for dim in range(mesh.ndim)]
+    groups = [group_name(each) for each in meshes] or [None]
+    agree_over(set_up, groups)
+    parameters, group, *read = made[-1]
+    return Matrices(optimizer, parameters, group, groups, *read)
+
+
+def _matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, DTensor], str | None]:
+    """Return the parameters of the optimizer by name, in the order of the model, and the group of their shards."""
+    theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found: dict[str, DTensor] = {}
+    groups: dict[str, None] = {}
+    for name, p in model.named_parameters():
+        if id(p) not in theirs:
+            continue
+        theirs.remove(id(p))
+        placements = p.placements if isinstance(p, DTensor) else ()
+        sharded = [dim for dim, placement in enumerate(placements) if placement == Shard(0)]
+        is_plain = all(placement == Replicate() for dim, placement in enumerate(placements) if dim not in sharded)
+        if not isinstance(p, DTensor) or p.ndim != 2 or len(sharded) != 1 or not is_plain:
+            raise TypeError(
+                f"own_matrices: {name!r} is {describe(p)} with placements {placements}, and not a matrix that FSDP2 "
+                "shards by rows over one mesh; call fully_shard first, and give other parameters another optimizer"
+            )
+        found[name] = p
+        groups[group_name(p.device_mesh.get_group(sharded[0])) or ""] = None
+    if theirs or not found:
+        raise ValueError(
+            f"own_matrices: {len(theirs)} parameters of {type(optimizer).__name__} are not the model's; make it of "
+            "model.parameters() after fully_shard"
+        )
+    if len(groups) > 1:
+        raise TypeError("own_matrices: matrices are sharded over several meshes; give those of each another optimizer")
+    return found, next(iter(groups)) or None
+
+
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for key, v in state.items()}

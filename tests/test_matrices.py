@@ -1,0 +1,148 @@
+"""Muon on FSDP2's shards: the weights of torch's Muon on whole matrices, on shards of any number, and of HSDP."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import fnddp
+from fnddp import StepFailedError
+from fnddp.integrations.fsdp import Matrices, own_matrices
+from tests.ranks import on_ranks
+from tests.sharded import meshes
+
+FEW_BITS = "quantize(allgather, bits=4)", "ef21(quantize(allgather, bits=4))"
+
+
+def net() -> nn.Sequential:
+    """Rows that do not divide by the shards."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(9, 13), nn.Tanh(), nn.Linear(13, 21), nn.Tanh(), nn.Linear(21, 7))
+
+
+def muon_of(model: nn.Module) -> torch.optim.Muon:
+    return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(8, 9, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+class Sharded:
+    def __init__(self, *hops: str, shape: tuple[int, ...] = ()) -> None:
+        mesh = meshes(*(shape or (dist.get_world_size(),)), names="replicate shard" if len(shape) > 1 else "shard")
+        self.net: Any = net()
+        for part in self.net:
+            if isinstance(part, nn.Linear):
+                fully_shard(part, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+        self.muon = muon_of(self.net)
+        self.matrices: Matrices = own_matrices(self.net, self.muon, *hops)
+
+    def backward(self, rank: int, step: int) -> None:
+        (self.net(batch(rank, step)) - 1).square().mean().backward()
+
+    def step(self, rank: int, step: int) -> None:
+        self.backward(rank, step)
+        self.muon.step()
+        self.net.zero_grad()
+
+    def weights(self) -> list[Tensor]:
+        return [p.full_tensor().detach() for p in self.net.parameters()]
+
+
+def reference(rank: int, steps: int) -> list[Tensor]:
+    model = net()
+    muon, wrapped = muon_of(model), fnddp.DistributedDataParallel(model, sync="two_shot")
+    for step in range(steps):
+        (wrapped(batch(rank, step)) - 1).square().mean().backward()
+        muon.step()
+        model.zero_grad()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("shape", [(), (2, 2)], ids=["shards", "HSDP"])
+@on_ranks(2, 3, 4)
+def test_weights_are_those_of_muon_on_whole_matrices(rank: int, shape: tuple[int, ...]):
+    if shape and dist.get_world_size() != 4:
+        return
+    sharded = Sharded(shape=shape)
+    for step in range(4):
+        sharded.step(rank, step)
+    for got, want in zip(sharded.weights(), reference(rank, 4), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0 if dist.get_world_size() < 4 else 1e-4)
+    sizes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, sum(v.numel() for s in sharded.muon.state.values() for v in s.values()))
+    whole = sum(p.numel() for p in net().parameters() if p.ndim == 2)
+    assert sum(sizes) == whole * (2 if shape else 1)  # a replica has all of it
+
+
+@on_ranks(2)
+def test_few_bits_both_ways_and_a_checkpoint(rank: int):
+    sharded = Sharded(*FEW_BITS)
+    for step in range(3):
+        sharded.step(rank, step)
+    saved = sharded.net.state_dict(), sharded.matrices.optimizer_state_dict()
+    again = Sharded(*FEW_BITS)
+    again.net.load_state_dict({name: p.clone() for name, p in saved[0].items()})
+    again.matrices.load_optimizer_state_dict(saved[1])
+    for each in (sharded, again):
+        each.step(rank, 3)
+    for got, want in zip(again.weights(), sharded.weights(), strict=True):
+        assert torch.equal(got, want)
+    for got, want in zip(sharded.weights(), reference(rank, 4), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0.08)  # four steps of 0.02, whose signs may differ
+
+
+@on_ranks(2)
+def test_clipping_and_what_others_write_count(rank: int):
+    sharded, model = Sharded(), net()
+    muon, wrapped = muon_of(model), fnddp.DistributedDataParallel(model, sync="two_shot")
+    sharded.net.load_state_dict({name: p * 0.5 for name, p in sharded.net.state_dict().items()})
+    with torch.no_grad():
+        for p in model.parameters():
+            p *= 0.5
+    sharded.backward(rank, 0)
+    (wrapped(batch(rank, 0)) - 1).square().mean().backward()
+    for each in (sharded.net, model):
+        norm = torch.nn.utils.clip_grad_norm_(each.parameters(), 0.01)
+        assert norm > 0.01
+    sharded.muon.step()
+    muon.step()
+    for got, want in zip(sharded.weights(), model.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-3)  # Muon computes in bfloat16
+
+
+@on_ranks(2)
+def test_an_error_of_an_owner_is_one_on_all_ranks(rank: int):
+    sharded = Sharded()
+    sharded.step(rank, 0)
+    before = sharded.weights()
+    sharded.backward(rank, 1)
+    with pytest.raises((TypeError, StepFailedError), match="closure|nothing has changed"):
+        sharded.muon.step((lambda: torch.ones(())) if rank else None) if rank else sharded.muon.step()
+    if rank == 1:
+        sharded.muon.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises((ZeroDivisionError, StepFailedError), match="division|restart from a checkpoint"):
+        sharded.muon.step()
+    with pytest.raises(RuntimeError, match="an earlier step failed"):
+        sharded.muon.step()
+    assert all(torch.equal(got, want) for got, want in zip(sharded.weights(), before, strict=True))
+
+
+@on_ranks(2)
+def test_what_is_no_sharded_matrix_is_refused_on_all_ranks(rank: int):
+    plain, sharded = net(), fully_shard(net(), mesh=meshes(2, names="shard"))
+    with pytest.raises(TypeError, match="'0.weight' is float32.*call fully_shard first"):
+        own_matrices(plain, muon_of(plain))
+    with pytest.raises(TypeError, match="not a matrix that FSDP2 shards"):
+        own_matrices(sharded, torch.optim.SGD(sharded.parameters()))
+    with pytest.raises(ValueError, match="not the model's"):
+        own_matrices(sharded, muon_of(plain))
+    with pytest.raises(TypeError, match="ef21"):
+        own_matrices(sharded, muon_of(sharded), "ef21(quantize(allgather))")
+    with pytest.raises(fnddp.RankMismatchError, match="gradients"):
+        own_matrices(sharded, muon_of(sharded), "allgather" if rank else "bf16(allgather)")
