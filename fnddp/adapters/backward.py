@@ -285,6 +285,14 @@ def asked_for(parameters: Mapping[str, nn.Parameter]) -> set[str] | None:
     return asked
 
 
+def executes(node: Any) -> bool:
+    """Return whether the running backward reaches `node`, or returns what would be accumulated there."""
+    try:
+        return torch_private.will_execute(node)
+    except RuntimeError:  # raised if torch.autograd.grad returns the gradient
+        return True
+
+
 def accumulates(nodes: Iterable[Any]) -> bool:
     """Return whether the running backward accumulates the gradients of all leaves behind `nodes` of its graph.
 

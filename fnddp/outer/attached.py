@@ -82,7 +82,7 @@ class Overlapped(Exchanges):
         """Finish the exchange `name`; run a whole exchange if none of that name, or of other leaves, is open."""
         if name not in self._open or self._open[name].leaves is not leaves:
             self.begin(name, sync, leaves, state)
-        return self._open.pop(name).finish()
+        return self._open.pop(name).end()
 
     def discard(self, names: Iterable[str]) -> None:
         """Finish those of the exchanges `names` that are open, on all ranks, and drop their results."""
@@ -91,7 +91,7 @@ class Overlapped(Exchanges):
             if found is not None:
                 failure = found.backward.failure
                 try:
-                    found.finish()
+                    found.end()
                 except Exception as error:
                     if error is not failure and not isinstance(error, StepFailedError):
                         raise
@@ -108,7 +108,7 @@ class _Open:
     step: Step
     leaves: Leaves
 
-    def finish(self) -> tuple[Leaves, State]:
+    def end(self) -> tuple[Leaves, State]:
         done = self.backward.end()
         return {path: done.mean[path] for path in self.leaves}, self.backward.engine.release_state()
 

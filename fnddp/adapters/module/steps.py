@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward, FastPath, WeakHook, accumulates, asked_for
+from fnddp.adapters.backward import Backward, FastPath, WeakHook, accumulates, asked_for, executes
 from fnddp.adapters.module.outputs import tensors_in
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
@@ -36,6 +36,10 @@ from fnddp.wire.weights import Weight
 # Modules in the order of their last forward: a backward of several reaches them in the opposite order.
 _forwarded: "weakref.WeakKeyDictionary[Steps, None]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+
+
+class _Nodes(list[Any]):
+    """The nodes behind an output, which live as long as its graph: weakly referenceable."""
 
 
 @dataclass(eq=False)
@@ -88,6 +92,7 @@ class Steps:
         self._forward_weight: Weight | None = None  # of the block in which the last forward ran
         self._weight: Weight | None = None  # of the step
         self.unsynchronized: set[str] = set()
+        self._outputs: list[weakref.ref[_Nodes]] = []  # of the last forward
         self.futures: list[torch.futures.Future[Any]] = []
         self._fast = FastPath()
         self._hooks: list[Any] = []
@@ -161,15 +166,21 @@ class Steps:
             _forwarded[self] = None
         if not self.is_armed or torch_private.is_transforming():
             return
-        is_seen = False
+        self._outputs = []
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:  # hooks of a leaf would stay
-                is_seen = True
-                behind = [] if tensor.grad_fn is None else [node for node, _ in tensor.grad_fn.next_functions]
+                behind = _Nodes([] if tensor.grad_fn is None else (node for node, _ in tensor.grad_fn.next_functions))
+                self._outputs.append(weakref.ref(behind))
                 tensor.register_hook(partial(self._reaches_output, self.weight, behind))
         # On an elastic wire gradients may be put back as they were before.
-        if self._returns or self._begins_at_parameters or not is_seen or isinstance(self.engine.wire, Elastic):
+        if self._returns or self._begins_at_parameters or not self._outputs or isinstance(self.engine.wire, Elastic):
             self._watch(self.parameters)
+
+    def _is_reached(self) -> bool:
+        """Return whether the running backward goes through the last forward."""
+        if not self._outputs:
+            return asked_for(self.parameters) != set()
+        return any(map(executes, (node for behind in self._outputs for node in behind() or () if node is not None)))
 
     def _watch(self, names: Iterable[str]) -> None:
         """Hook gradients before they are accumulated, behind the user's hooks, until a step ends."""
@@ -207,7 +218,7 @@ class Steps:
         step = self._begin(forward_weight)
         with _lock:
             others = [each for each in reversed([*_forwarded]) if each is not self and each.is_armed]
-        reached = [each.backward for each in others if not each.engine.is_open and asked_for(each.parameters) != set()]
+        reached = [each.backward for each in others if not each.engine.is_open and each._is_reached()]
         self.backward.end_with_autograds(self._finish, reached)
         task, always = current_backward(), self._always_sparse.copy()
         self._taken = taken = _Taken(task, asked or set(), set(grads), asked is None, always)

@@ -78,7 +78,7 @@ class RankWeight:
 class Reductions:
     """The reductions of a model's gradients in consecutive backwards; `states` are those after the last that succeeded.
 
-    They are in the place of an engine: each backward is a `Step`, on its own or as a part of a step of replicas.
+    They are in the place of an engine: each backward is a `Reduction`, on its own or as a part of a step of replicas.
 
     Attributes:
         begin_around: Begins the step of replicas of which the next one is a part, if there is one.
