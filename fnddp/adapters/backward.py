@@ -78,6 +78,8 @@ class Backward:
             if ending is None:
                 ending = _endings[task] = _Ending(task)
                 torch_private.at_end_of_backward(ending)
+            if self._together is not None:  # of another backward, which has raised before it came here
+                self._together.awaited.pop(self, None)
             ending.ends[self] = end
             ending.together.begun[self] = None
             for each in (self, *reaches):
@@ -198,7 +200,7 @@ class _Together:
         begun, awaited = self.begun, self.awaited
         self.begun, self.awaited = {}, {}
         fail_next({each.engine: error for each in awaited if each not in begun and each.step is None})
-        for each in in_order([each for each in {**awaited, **begun} if each.step is not None or each in begun]):
+        for each in in_order({**awaited, **begun}):
             each.fail(error)
 
 
@@ -261,7 +263,7 @@ class _LeftOut(threading.local):
         if self.errors:
             errors, self.errors = self.errors, {}
             fail_next({each.engine: error for each, error in errors.items() if each.step is None})
-            for each in in_order([each for each in errors if each.step is not None]):
+            for each in in_order(errors):
                 each.fail(errors[each])
 
 

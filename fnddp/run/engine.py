@@ -407,7 +407,7 @@ def fail_next(errors: Mapping[Engine, BaseException]) -> None:
         with suppress(RuntimeError):  # if a step cannot begin, no rank waits for this one
             engine.refuse_after_failure()
             vote = engine.vote_of_weights()
-            if vote is None:
+            if vote is None or _open_on(engine.line_of(vote.groups[0])):  # which other ranks give up with that one
                 engine.begin(weight=FAILED)
             else:
                 lines.setdefault(engine.line_of(vote.groups[0]), (vote, []))[1].append(engine)
