@@ -81,6 +81,14 @@ def test_private_names_of_torch_are_in_one_file():
                 assert not [part for part in parts if part.startswith("_") and part != "__future__"], f"{file}: {parts}"
 
 
+def test_one_file_ends_the_steps_of_backwards():
+    """Apart from `value_and_grad`, which begins and ends its step in one call."""
+    for file in [file for folder in ("adapters", "integrations", "outer") for file in (ROOT / folder).rglob("*.py")]:
+        calls = [node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        verbs = {call.attr for call in calls if isinstance(call, ast.Attribute)} & {"agree", "give_up", "finish"}
+        assert not verbs or file.name in ("backward.py", "functional.py"), f"{file}: {verbs}"
+
+
 def test_the_page_on_architecture_names_what_is_there():
     page = (ROOT.parent / "docs" / "architecture.md").read_text()
     folders = [

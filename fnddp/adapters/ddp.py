@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fnddp import torch_private
+from fnddp.adapters.backward import Backward, WeakHook
 from fnddp.adapters.handle import PipelineHandle
-from fnddp.adapters.hooks import WeakHook
 from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
@@ -48,28 +48,27 @@ class Handle(PipelineHandle):
         self._pending: list[_Bucket] = []
         self._last: list[_Bucket] = []  # of the last step, if they may become leaves
         self._layout: list[list[Tensor]] | None = None  # parameters of DDP's buckets, if these are the leaves
-        self._failure: Exception | None = None
+        self._backward = Backward(self._engine)
         self._looks_between = False
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            self._break_off()
+            self._pending = []
+            self._backward.require_idle()
         arrived = _Bucket(bucket, is_leaf=self._layout is not None)
         self._pending.append(arrived)
-        try:
-            if bucket.index() == 0:
-                self._world.require_same()
-                self._engine.begin()
-                self._look_between()
-            if self._failure is None and self._engine.step is not None:
-                self._engine.step.feed_all(self._leaves_of(arrived))
-            if bucket.is_last():
-                self._finish()
-        except Exception as error:
-            self._failure = self._failure or error
-        if bucket.is_last() and self._failure is not None:
-            self._give_up(self._failure)
+        self._backward.attempt(partial(self._put, arrived, bucket.index() == 0))
+        if bucket.is_last():
+            self._end()
         return arrived.future
+
+    def _put(self, bucket: "_Bucket", is_first: bool) -> None:
+        if is_first:
+            self._world.require_same()
+            self._backward.begin()
+            self._look_between()
+        if self._backward.step is not None:
+            self._backward.step.feed_all(self._leaves_of(bucket))
 
     def _look_between(self) -> None:
         """Look for complete collectives between buckets too, from the first step in which segments wait for them."""
@@ -80,18 +79,16 @@ class Handle(PipelineHandle):
             weakref.finalize(self, _remove, hooks).atexit = False
 
     def _look(self, _: str, __: Tensor) -> None:
-        try:
-            if self._engine.step is not None:
-                self._engine.step.poll()
-        except Exception as error:
-            self._failure = self._failure or error
+        if (step := self._backward.step) is not None:
+            self._backward.attempt(step.poll)
 
     def _before_forward(self, model: DistributedDataParallel, *_: object) -> None:
         # A forward fails the step that is open, because its backward did not finish. Not a forward within backward, nor
         # one without gradients, which may run between two backwards of one step.
         if torch.is_grad_enabled() and not torch_private.is_within_backward():
             self._world.require_same()
-            self._break_off()
+            self._pending = []
+            self._backward.require_idle()
             if self._compares:
                 self._require_one_choice()
             # Asked once after a step, before this forward may make other buckets: so all ranks get the same answer.
@@ -100,18 +97,20 @@ class Handle(PipelineHandle):
                 self._take_buckets(last)
         self._engine.refuse_after_failure()  # DDP has collectives in forward too
 
-    def _break_off(self) -> None:
-        self._pending, self._failure = [], None
-        self._engine.fail(RuntimeError("its backward did not finish"))  # if a step is open
+    def _end(self) -> None:
+        try:
+            self._complete(self._backward.end(self._require_known).mean)
+        except Exception as error:
+            # DDP's reducer survives no exception in a hook. Let it finish with this rank's own gradients, then raise.
+            for bucket in self._pending:
+                bucket.future.set_result(bucket.buffer)
+            self._pending = []
+            if not torch_private.is_within_backward():  # DDP's join runs hooks by itself
+                raise
+            _behind_ddp(partial(_raise, error))
 
-    def _finish(self) -> None:
-        step = self._engine.step
-        if self._failure is not None:
-            return
-        if step is None:
-            raise RuntimeError("register: the step ended with that of another model, which failed in the same backward")
-        self._require_known()
-        mean, _ = step.finish()
+    def _complete(self, mean: Leaves) -> None:
+        """Give DDP the means."""
         if self._layout is not None:
             for bucket in self._pending:
                 bucket.complete_whole(mean[self._name_of(bucket)])
@@ -147,6 +146,7 @@ class Handle(PipelineHandle):
             leaves = {self._name_of(bucket): bucket.buffer for bucket in reversed(buckets)}  # expected last to first
             before, self._engine = self._engine, self._engine_of(self.sync, leaves)
             self._engine.count_on_from(before)
+            self._backward.engine = self._engine
             self._engine.connect()
             self._layout = [bucket.parameters for bucket in buckets]
 
@@ -166,20 +166,6 @@ class Handle(PipelineHandle):
                 parameter.grad = mean.clone() if mean.any() else None
             elif not parameter.grad.is_sparse:
                 parameter.grad.detach().copy_(mean)
-
-    def _give_up(self, error: Exception) -> None:
-        self._engine.fail(error)
-        # DDP's reducer survives no exception in a hook. Let it finish with this rank's own gradients, then raise.
-        for bucket in self._pending:
-            bucket.give_back()
-        self._pending = []
-        if not torch_private.is_within_backward():  # DDP's join runs hooks by itself
-            raise error
-
-        def raise_error() -> None:
-            raise error
-
-        _behind_ddp(raise_error)
 
     def _require_known(self) -> None:
         """Raise a ValueError if a parameter has a gradient that DDP, or the pipeline, does not know."""
@@ -242,10 +228,6 @@ class _Bucket:
     def complete_whole(self, mean: Tensor) -> None:
         # In one copy. DDP, which takes views from the begin of a result's storage, would copy each into its own.
         self.future.set_result(self.buffer if mean.data_ptr() == self.buffer.data_ptr() else self.buffer.copy_(mean))
-
-    def give_back(self) -> None:
-        """Let each rank keep its own gradients."""
-        self.future.set_result(self.buffer)
 
 
 def register(
@@ -325,6 +307,10 @@ def register(
 def fnddp_hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The function in DDP's hook slot; DDP wants a plain function with these parameters."""
     return handle._feed(bucket)  # pyright: ignore[reportPrivateUsage]
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _behind_ddp(run: Callable[[], None]) -> None:

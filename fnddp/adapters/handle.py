@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, Protocol
 
+from fnddp.adapters.backward import Backward
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.codecs.topk import dct_topk, topk
 from fnddp.core.agreement import agree_on_state, agree_over
@@ -132,6 +133,7 @@ class PipelineHandle(HasPipeline):
     """
 
     state = HasPipeline.sync_state
+    _backward: Backward
 
     def __init__(self, leaves: Leaves, sync: Sync, group: str | None, wire: Wire = C10D, **options: Any) -> None:
         warn_without_memory(sync)
@@ -150,6 +152,7 @@ class PipelineHandle(HasPipeline):
 
     def _adopt(self, sync: Sync) -> None:
         self._engine, self._compares = self._engine_of(sync.over(self._group, unnamed_only=True)), True
+        self._backward.engine = self._engine
         self._engine.connect()
 
 

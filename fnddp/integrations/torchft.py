@@ -345,16 +345,15 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         """End a step without `should_commit`, in the quorum in which the others wait for it."""
         error = RuntimeError("this replica has not finished its backward, or left it out")
         if self._engine.begun == begun:
-            self._engine.begin_to_fail()
-            self._engine.fail(error)
-        self._steps.fail(error)
+            self._steps.backward.fail_next(error)
+        self._steps.backward.fail(error)
         self._replicas.report(error)
         self.manager.should_commit()  # False, which makes another quorum, and notifies this replica's other ranks
 
     def _should_commit(self, ask: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
         if self._engine.is_open:
             error = RuntimeError("this replica's backward did not finish")
-            self._steps.fail(error)
+            self._steps.backward.fail(error)
             self._replicas.report(error)
         is_committed = False
         try:

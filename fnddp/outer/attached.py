@@ -1,13 +1,13 @@
 """Outer steps in a training script: each runs after `optimizer.step()`; exchanges overlap with training."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from fnddp.adapters.backward import Backward
 from fnddp.core.agreement import agree_over, description
 from fnddp.core.group import Group, group_name
 from fnddp.core.state import load_state_dict, parts, require_like, state_dict
@@ -60,7 +60,7 @@ class Overlapped(Exchanges):
     def poll(self) -> None:
         """Advance open exchanges without waiting. Errors are raised where they end."""
         for each in self._open.values():
-            each.advance(each.step.advance)
+            each.backward.attempt(lambda step=each.step: step.advance())
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
         """Start an exchange; if it fails, `end` raises the error, as on the other ranks."""
@@ -72,55 +72,45 @@ class Overlapped(Exchanges):
         engine = self._engines[name, sync].of(leaves, state)
         for other in self._last_engines():
             engine.follow(other)
-        step = engine.begin(state, weight=self._weight(name))
-        self._open[name] = _Open(engine, step, leaves)
-        self._open[name].advance(self._check)
-        self._open[name].advance(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))
+        backward = Backward(engine)
+        step = backward.begin(state=state, weight=self._weight(name))
+        self._open[name] = _Open(backward, step, leaves)
+        backward.attempt(self._check)
+        backward.attempt(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
         """Finish the exchange `name`; run a whole exchange if none of that name, or of other leaves, is open."""
         if name not in self._open or self._open[name].leaves is not leaves:
             self.begin(name, sync, leaves, state)
-        return self._open.pop(name).finish()
+        return self._open.pop(name).end()
 
     def discard(self, names: Iterable[str]) -> None:
         """Finish those of the exchanges `names` that are open, on all ranks, and drop their results."""
         for name in names:
             found = self._open.pop(name, None)
             if found is not None:
-                with suppress(StepFailedError if found.error is None else type(found.error)):
-                    found.finish()
+                failure = found.backward.failure
+                try:
+                    found.end()
+                except Exception as error:
+                    if error is not failure and not isinstance(error, StepFailedError):
+                        raise
 
 
 @dataclass
 class _Open:
-    """An exchange under way; `error` is its failure on this rank, of which its end will notify the other ranks.
+    """An exchange under way. If it fails on this rank, the other ranks are notified where it ends.
 
     They wait for it there. Until then this rank must take its local steps, which are collectives of a sharded worker.
     """
 
-    engine: Engine
+    backward: Backward
     step: Step
     leaves: Leaves
-    error: Exception | None = None
 
-    def advance(self, run: Callable[[], None]) -> None:
-        if self.error is None:
-            try:
-                run()
-            except Exception as error:
-                self.error = error
-
-    def finish(self) -> tuple[Leaves, State]:
-        if self.error is not None:
-            self.step.fail(self.error)
-            raise self.error
-        try:
-            done = self.step.finish()
-        except BaseException as error:
-            self.step.fail(error)
-            raise
-        return {path: done.mean[path] for path in self.leaves}, self.engine.release_state()
+    def end(self) -> tuple[Leaves, State]:
+        done = self.backward.end()
+        return {path: done.mean[path] for path in self.leaves}, self.backward.engine.release_state()
 
 
 def attach(

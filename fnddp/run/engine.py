@@ -29,7 +29,7 @@ from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.plan.plan import Plan
 from fnddp.run.backends import warn
 from fnddp.run.program import PlanMemory, Program, without_schedule
-from fnddp.run.step import POLL_SECONDS, Step, Synchronized, in_profile, require_noticed
+from fnddp.run.step import Step, Synchronized, in_profile, require_noticed
 from fnddp.run.vote import Vote
 from fnddp.show.trace import Observer, Taken, debug_level
 from fnddp.wire.c10d import C10D, C10d, with_dedicated_groups
@@ -40,6 +40,9 @@ from fnddp.wire.weights import FAILED, Weight
 
 SLOW_SECONDS = 2
 """Seconds after which a lowering is logged, since the step that waits for it seems to hang."""
+
+REFUSAL_SECONDS = 1e-3
+"""Seconds between two looks for other ranks that have come to a step which this one fails."""
 
 MAX_PHASES = 8  # plans kept: pipelines have few phases, unless a plan holds for one value of a counter that grows
 
@@ -264,11 +267,6 @@ class Engine:
         if self.step is not None:
             self.step.fail(error)
 
-    def begin_to_fail(self) -> None:
-        """Begin a step that this rank will fail, if none is open."""
-        if self.step is None:
-            self.begin(weight=FAILED)
-
     def refuse_after_failure(self) -> None:
         """Raise a RuntimeError if this rank may be desynchronized.
 
@@ -398,31 +396,25 @@ def _open_on(group: Any) -> list[weakref.ref[Step]]:
     return line
 
 
-def fail_next(errors: Mapping[Engine, BaseException]) -> list[Engine]:
+def fail_next(errors: Mapping[Engine, BaseException]) -> None:
     """Fail the next step of each engine because of an error, on all ranks. No step of theirs is open.
 
     With weights, ranks fail whichever of the steps comes next on a process group, so the order does not matter. Others
-    are begun, so that the caller fails them in the order of the other ranks.
-
-    Returns:
-        Those whose step is open now.
+    are begun: the caller fails them in the order of the other ranks.
     """
     lines: dict[Any, tuple[Vote, list[Engine]]] = {}
-    begun: list[Engine] = []
     for engine in errors:
         with suppress(RuntimeError):  # if a step cannot begin, no rank waits for this one
             engine.refuse_after_failure()
             vote = engine.vote_of_weights()
-            if vote is None:
-                engine.begin_to_fail()
-                begun.append(engine)
+            if vote is None or _open_on(engine.line_of(vote.groups[0])):  # which other ranks give up with that one
+                engine.begin(weight=FAILED)
             else:
                 lines.setdefault(engine.line_of(vote.groups[0]), (vote, []))[1].append(engine)
     waiting = [_Refusal(vote, engines, errors[engines[0]]) for vote, engines in lines.values()]
     while waiting:  # other ranks may come to these groups in any order
         waiting = [refusal for refusal in waiting if not refusal.goes_on()]
-        sleep(POLL_SECONDS if waiting else 0)
-    return begun
+        sleep(REFUSAL_SECONDS if waiting else 0)
 
 
 class _Refusal:

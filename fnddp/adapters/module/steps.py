@@ -7,8 +7,7 @@ gradient of each parameter is taken in one of two ways: from `parameter.grad`, o
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.hooks import FastPath, Together, WeakHook, accumulates, asked_for, end_with_backward, in_order
+from fnddp.adapters.backward import Backward, FastPath, WeakHook, accumulates, asked_for, executes
 from fnddp.adapters.module.outputs import tensors_in
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Trained
@@ -25,25 +24,27 @@ from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.state import describe
 from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
-from fnddp.run.engine import Engine, fail_next
+from fnddp.run.engine import Engine
 from fnddp.run.program import UnexpectedGradient
-from fnddp.run.step import Step, Synchronized, in_profile
+from fnddp.run.step import Synchronized
 from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import current_backward, optimizers_in_backward
 from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import CollectiveError, Elastic
 from fnddp.wire.weights import Weight
 
-UNFINISHED = "its backward did not finish"
-
 # Modules in the order of their last forward: a backward of several reaches them in the opposite order.
 _forwarded: "weakref.WeakKeyDictionary[Steps, None]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
+class _Nodes(list[Any]):
+    """The nodes behind an output, which live as long as its graph: weakly referenceable."""
+
+
 @dataclass(eq=False)
-class _Backward:
-    """The backward of the open step.
+class _Taken:
+    """What the open step takes from its backward.
 
     Attributes:
         task: autograd's number of the backward.
@@ -51,8 +52,6 @@ class _Backward:
         added_to: Parameters with a gradient that the step adds to.
         accumulates: True if the backward is known to accumulate gradients in all leaves that it reaches.
         sparse: Number of sparse dimensions of each sparse gradient, by parameter.
-        ending: Returns None once it is known that the end of the backward will not come.
-        together: All steps in this backward.
         deferred: Parameters whose gradients wait for the end of the step.
         placeholders: Tensors that autograd got instead of gradients, to which means are written.
     """
@@ -62,8 +61,6 @@ class _Backward:
     added_to: set[str]
     accumulates: bool
     sparse: dict[str, int]
-    ending: Callable[[], object]
-    together: Together
     deferred: set[str] = field(default_factory=set[str])
     placeholders: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
@@ -85,6 +82,7 @@ class Steps:
     """
 
     engine: Engine
+    backward: Backward
     log: Log
 
     def __init__(self, promises: Promises) -> None:
@@ -94,13 +92,11 @@ class Steps:
         self._forward_weight: Weight | None = None  # of the block in which the last forward ran
         self._weight: Weight | None = None  # of the step
         self.unsynchronized: set[str] = set()
+        self._outputs: list[weakref.ref[_Nodes]] = []  # of the last forward
         self.futures: list[torch.futures.Future[Any]] = []
         self._fast = FastPath()
         self._hooks: list[Any] = []
         self._early: dict[str, Any] = {}  # hooks of parameters that see gradients before they are accumulated
-        self._awaiting: tuple[Callable[[], object], Together | None] | None = (
-            None  # the backward that will reach this module
-        )
 
     def use(self, engine: Engine, trained: Trained, sparse: Collection[nn.Parameter], world: Membership) -> None:
         """Run the steps of `engine` from now on, for the gradients of these parameters.
@@ -112,9 +108,10 @@ class Steps:
         watched = list(self._early)
         self.detach()
         self.engine, self.parameters, self._world = engine, trained.parameters, world
+        self.backward = Backward(engine, undo=self._undo, named=self._named)
         self.promises.begin()
         self._always_sparse = {name: 1 for name, parameter in self.parameters.items() if parameter in sparse}
-        self._backward: _Backward | None = None  # of the open step, or of the last one
+        self._taken: _Taken | None = None  # of the open step
         # On an elastic wire: gradients and `unsynchronized` before the last backward, whose step may not be committed.
         self._before: tuple[dict[str, Tensor], set[str]] | None = None
         self._returns = True  # False after a backward that has returned no gradient
@@ -131,7 +128,7 @@ class Steps:
     def detach(self) -> None:
         """Remove all hooks of parameters."""
         if self._hooks and self.engine.is_open:
-            self.fail(RuntimeError("its hooks were removed"))
+            self.backward.fail(RuntimeError("its hooks were removed"))
         for hook in (*self._hooks, *self._early.values()):
             hook.remove()
         self._hooks, self._early = [], {}
@@ -169,15 +166,21 @@ class Steps:
             _forwarded[self] = None
         if not self.is_armed or torch_private.is_transforming():
             return
-        is_seen = False
+        self._outputs = []
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:  # hooks of a leaf would stay
-                is_seen = True
-                behind = [] if tensor.grad_fn is None else [node for node, _ in tensor.grad_fn.next_functions]
+                behind = _Nodes([] if tensor.grad_fn is None else (node for node, _ in tensor.grad_fn.next_functions))
+                self._outputs.append(weakref.ref(behind))
                 tensor.register_hook(partial(self._reaches_output, self.weight, behind))
         # On an elastic wire gradients may be put back as they were before.
-        if self._returns or self._begins_at_parameters or not is_seen or isinstance(self.engine.wire, Elastic):
+        if self._returns or self._begins_at_parameters or not self._outputs or isinstance(self.engine.wire, Elastic):
             self._watch(self.parameters)
+
+    def _is_reached(self) -> bool:
+        """Return whether the running backward goes through the last forward."""
+        if not self._outputs:
+            return asked_for(self.parameters) != set()
+        return any(map(executes, (node for behind in self._outputs for node in behind() or () if node is not None)))
 
     def _watch(self, names: Iterable[str]) -> None:
         """Hook gradients before they are accumulated, behind the user's hooks, until a step ends."""
@@ -189,22 +192,22 @@ class Steps:
 
     def _reaches_output(self, forward_weight: Weight | None, behind: Sequence[Any], _: Tensor) -> None:
         """Begin a step where a backward reaches the output of a forward, made by the nodes `behind`."""
-        backward = self._start(forward_weight)
-        if self.unsynchronized and not backward.accumulates:
-            backward.accumulates = accumulates(behind)
+        taken = self._start(forward_weight)
+        if self.unsynchronized and not taken.accumulates:
+            taken.accumulates = accumulates(behind)
         self._require_one_weight(forward_weight)
 
-    def _start(self, forward_weight: Weight | None, accumulated: str = "") -> _Backward:
-        """Return the backward of the open step, which begins now if there is none.
+    def _start(self, forward_weight: Weight | None, accumulated: str = "") -> _Taken:
+        """Return what the open step takes, which begins now if there is none.
 
         Args:
             forward_weight: The weight of the block in which the forward ran.
             accumulated: A parameter in which this backward has accumulated a gradient already: it is not known whether
                 there was one before.
         """
-        backward = self._open()
-        if backward is not None:
-            return backward
+        taken = self._open()
+        if taken is not None:
+            return taken
         _refuse_compiled_autograd()
         # They belong to the user: this backward adds to them, and the step does not write over them.
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
@@ -213,16 +216,12 @@ class Steps:
         asked = asked_for(self.parameters)
         self._returns = bool(asked)
         step = self._begin(forward_weight)
-        task, ending = current_backward(), end_with_backward(self.engine, self._finish, self.fail)
-        self._backward = backward = _Backward(
-            task, asked or set(), set(grads), asked is None, self._always_sparse.copy(), *ending
-        )
         with _lock:
-            others = [steps for steps in reversed([*_forwarded]) if steps is not self and steps.is_armed]
-        for other in others:
-            if not other.engine.is_open and asked_for(other.parameters) != set():
-                other._awaiting = ending
-                ending[1].awaited.setdefault(other.engine, other.fail)
+            others = [each for each in reversed([*_forwarded]) if each is not self and each.is_armed]
+        reached = [each.backward for each in others if not each.engine.is_open and each._is_reached()]
+        self.backward.end_with_autograds(self._finish, reached)
+        task, always = current_backward(), self._always_sparse.copy()
+        self._taken = taken = _Taken(task, asked or set(), set(grads), asked is None, always)
         kept = grads.keys() - self.unsynchronized - {accumulated}
         sums = bool(kept) and "sum" in self.engine.sync.ops
         again = [name for name in grads if sums and name in kept and grads[name].any()]
@@ -240,24 +239,17 @@ class Steps:
             # Not with create_graph, nor with other hooks or optimizers, which would look at the gradients.
             self._fast.open(step, task, {self.engine.positions[name] for name in grads})
         self.log.backward_starts()
-        return backward
+        return taken
 
-    def _open(self) -> _Backward | None:
-        """Return the backward of the open step, or None; if that backward has raised, fail the step."""
-        backward = self._backward
-        if backward is None or not self.engine.is_open:
-            return None
-        if backward.ending() is None:  # autograd forgets its callbacks when a backward raises
-            self._fail_unfinished()
-            return None
-        return backward
+    def _open(self) -> _Taken | None:
+        """Return what the open step takes, if one is open whose backward has not raised."""
+        return self._taken if self.backward.is_running() else None
 
-    def _begin(self, forward_weight: Weight | None) -> Step:
+    def _begin(self, forward_weight: Weight | None) -> Any:
         self.require_same_world()
-        LEFT_OUT.end()
         self._weight = self.weight or forward_weight
         with self.log.errors():
-            return self.engine.begin(weight=self._weight, scale=self.scale)
+            return self.backward.begin(weight=self._weight, scale=self.scale)
 
     def _require_one_weight(self, forward_weight: Weight | None) -> None:
         """Fail the step, on all ranks, if a forward that is part of it ran in a block of another weight."""
@@ -270,38 +262,38 @@ class Steps:
 
     def _arrives(self, name: str, grad: Tensor | None) -> Tensor | None:
         """Handle a gradient of a parameter that autograd is about to accumulate or return."""
-        backward = self._backward if self.engine.is_open else None
+        taken = self._taken if self.engine.is_open else None
         if self.is_armed:  # otherwise a step has begun at an output, or the forward ran in no_sync
-            if backward is None and self._waits_for_outer_backward():
+            if taken is None and self._waits_for_outer_backward():
                 return None
-            is_late = backward is None and torch_private.is_followed(self.parameters[name], self._early[name])
-            self._begins_at_parameters |= backward is None
-            backward = self._start(self._forward_weight)
-            if is_late and name in backward.asked:
+            is_late = taken is None and torch_private.is_followed(self.parameters[name], self._early[name])
+            self._begins_at_parameters |= taken is None
+            taken = self._start(self._forward_weight)
+            if is_late and name in taken.asked:
                 self._stop(
                     f"a hook was registered on parameter {name!r} after the module's forward, and torch.autograd.grad "
                     "would return what it makes of a gradient that is not synchronized yet; register it before"
                 )
-        if backward is None or name not in backward.asked or grad is None:
+        if taken is None or name not in taken.asked or grad is None:
             return None  # undefined: as if it were unused
-        return self._feed_with_placeholder(backward, name, grad)
+        return self._feed_with_placeholder(taken, name, grad)
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         """Handle a gradient, maybe undefined, that autograd has accumulated in `parameter.grad`."""
         if parameter.grad is None:
             return
-        was_armed, backward = self.is_armed, self._open()
-        if was_armed and backward is None and not self._waits_for_outer_backward():
+        was_armed, taken = self.is_armed, self._open()
+        if was_armed and taken is None and not self._waits_for_outer_backward():
             self._begins_at_parameters = True
-            backward = self._start(self._forward_weight, name)
-        if backward is None:
+            taken = self._start(self._forward_weight, name)
+        if taken is None:
             self.unsynchronized.add(name)
-        elif current_backward() != backward.task or name in backward.deferred:
+        elif current_backward() != taken.task or name in taken.deferred:
             # An inner backward, of reentrant checkpointing or another custom function: more may be added.
-            backward.deferred.add(name)
+            taken.deferred.add(name)
             self._fast.excluded.add(self.engine.positions[name])
         else:
-            self._take(backward, name)
+            self._take(taken, name)
 
     def _waits_for_outer_backward(self) -> bool:
         """Return True if the step must begin in the backward around this one, which a reentrant checkpoint has called.
@@ -317,7 +309,7 @@ class Steps:
                 "and no tensor was found in the module's output; return tensors in a list, a dict or a dataclass, or "
                 "call backward outside of hooks"
             )
-            self.leave_out(error)
+            self.backward.fail_next(error)
             raise error
         handles: list[Any] = []
         me = weakref.ref(self)
@@ -333,27 +325,27 @@ class Steps:
         handles += [node.register_prehook(go_on) for node in nodes]
         return True
 
-    def _take(self, backward: _Backward, name: str) -> None:
+    def _take(self, taken: _Taken, name: str) -> None:
         parameter = self.parameters[name]
         grad = parameter.grad
         assert grad is not None
         if grad.is_sparse:
-            backward.sparse[name] = grad.sparse_dim()
+            taken.sparse[name] = grad.sparse_dim()
             grad = grad.to_dense()
         if grad.requires_grad:  # backward(create_graph=True)
-            self._feed_with_placeholder(backward, name, grad)
+            self._feed_with_placeholder(taken, name, grad)
             return
-        is_kept = name in backward.added_to
+        is_kept = name in taken.added_to
         if not is_kept:
             parameter.grad = None  # so that its memory is free once it has been sent
             grad = grad.data  # a hook may hold the old tensor: then the storage is shared
         self._feed(name, grad, keep=is_kept)
 
-    def _feed_with_placeholder(self, backward: _Backward, name: str, grad: Tensor) -> Tensor:
+    def _feed_with_placeholder(self, taken: _Taken, name: str, grad: Tensor) -> Tensor:
         self._require_unbatched(grad)
         # With create_graph a second backward differentiates the rank's own gradient, and synchronizes the results: the
         # mean of derivatives is the derivative of the mean.
-        placeholder = backward.placeholders[name] = grad.to_dense() if grad.is_sparse else grad.clone()
+        placeholder = taken.placeholders[name] = grad.to_dense() if grad.is_sparse else grad.clone()
         self._feed(name, placeholder.detach().clone(), keep=False)
         return placeholder
 
@@ -368,75 +360,58 @@ class Steps:
     def _feed(self, name: str, grad: Tensor, *, keep: bool) -> None:
         step = self.engine.step
         assert step is not None
-        with self._named():
+        try:
             step.feed(name, grad, keep=keep)
+        except UnexpectedGradient as error:
+            raise self._named(error) from None
         self.log.note_sending(step)
 
     def _advance(self) -> None:
         step = self.engine.step
         if step is not None:
-            with self._named():
+            try:
                 step.advance()
+            except UnexpectedGradient as error:
+                raise self._named(error) from None
             self.log.note_sending(step)
 
-    @contextmanager
-    def _named(self) -> Generator[None]:
-        """Turn an UnexpectedGradient into an error about the module."""
-        try:
-            yield
-        except UnexpectedGradient as error:
-            if not error.is_unlike:
-                raise RuntimeError(
-                    f"{OWNER}: the gradient of parameter {error.path!r} has arrived already in this step: a custom "
-                    "autograd function runs the module in its backward, and the same backward reaches it outside of "
-                    "that; call backward for each of the two losses, or use checkpoint(..., use_reentrant=False)"
-                ) from None
-            expected = self.engine.leaves[error.path]
-            raise ValueError(
-                f"{OWNER}: parameter {error.path!r} was {expected} on {expected.device} when the module was wrapped, "
-                f"and its gradient is {describe(error.grad)} on {error.grad.device} now; wrap the module again"
-            ) from None
+    def _named(self, error: BaseException) -> BaseException:
+        """Return an error about the module in place of an UnexpectedGradient."""
+        if not isinstance(error, UnexpectedGradient):
+            return error
+        if not error.is_unlike:
+            return RuntimeError(
+                f"{OWNER}: the gradient of parameter {error.path!r} has arrived already in this step: a custom "
+                "autograd function runs the module in its backward, and the same backward reaches it outside of "
+                "that; call backward for each of the two losses, or use checkpoint(..., use_reentrant=False)"
+            )
+        expected = self.engine.leaves[error.path]
+        return ValueError(
+            f"{OWNER}: parameter {error.path!r} was {expected} on {expected.device} when the module was wrapped, "
+            f"and its gradient is {describe(error.grad)} on {error.grad.device} now; wrap the module again"
+        )
 
     # The end of a step
 
     def _finish(self) -> None:
         """End the step at the end of its backward, and write the means."""
         self.log.backward_ends()
-        was_armed, backward, step = self.is_armed, self._backward, self.engine.step
-        if backward is None or step is None:  # it has failed with the step of another engine
+        was_armed, taken = self.is_armed, self._taken
+        if taken is None or self.engine.step is None:  # it has failed with the step of another engine
             self.close()
             self.settle_on(is_committed=False)
             return
         try:
-            self._fast.close()
-            missing = step.missing if backward.deferred or self.unsynchronized else frozenset[str]()
-            waiting = backward.deferred
-            has_begun = len(missing - waiting) < len(self.parameters)
-            if not backward.asked and (has_begun or backward.accumulates):
-                # What was accumulated within no_sync, of parameters that this backward has not reached.
-                waiting = waiting | (self.unsynchronized & missing)
-            for name in sorted(waiting):
-                if self.parameters[name].grad is None:
-                    continue
-                if name in backward.deferred - missing:
-                    raise RuntimeError(
-                        f"{OWNER}: parameter {name!r} is used both inside and outside a reentrant checkpoint (or "
-                        "another custom autograd function whose backward runs a backward of its own), and its gradient "
-                        "was synchronized before that ran; checkpoint with use_reentrant=False, or pass the parameter "
-                        "to the function as an input"
-                    )
-                self._take(backward, name)
             done = self._end()
-        except BaseException as error:
-            self.fail(error)
-            if isinstance(self.engine.wire, Elastic) and isinstance(error, CollectiveError | StepFailedError):
-                # The ranks that are left go on, with the gradients from before this backward.
-                self.engine.wire.report(error)
-                self.settle_on(is_committed=False)
-                return
-            raise
+        except (CollectiveError, StepFailedError) as error:
+            if not isinstance(self.engine.wire, Elastic):
+                raise
+            # The ranks that are left go on, with the gradients from before this backward.
+            self.engine.wire.report(error)
+            self.settle_on(is_committed=False)
+            return
         self.close()
-        placeholders = backward.placeholders
+        placeholders = taken.placeholders
         is_empty = len(done.unused) == len(self.parameters)  # no parameter had a gradient on any rank
         # A backward may follow through gradients of inputs, or with create_graph of parameters: it synchronizes, too.
         if was_armed and (is_empty or any(placeholder.requires_grad for placeholder in placeholders.values())):
@@ -445,7 +420,7 @@ class Steps:
             return
         for name in placeholders.keys() & done.mean.keys():
             placeholders[name].data.copy_(done.mean[name])
-        if backward.asked:
+        if taken.asked:
             lost = [name for name in self.parameters if name not in placeholders and name not in done.unused]
             if lost:
                 raise RuntimeError(
@@ -455,44 +430,61 @@ class Steps:
                 )
         else:
             self.unsynchronized = set()
-            self._write(done, backward)
+            self._write(done, taken)
         self.wait_for_futures()
         self.log.step_ends(self.engine, done.unused)
 
+    def _take_late(self) -> None:
+        """Take gradients that no hook could: of inner backwards, and what was accumulated within no_sync."""
+        self._fast.close()
+        taken, step = self._taken, self.engine.step
+        if taken is None or step is None or not (taken.deferred or self.unsynchronized):
+            return
+        missing, waiting = step.missing, taken.deferred
+        if not taken.asked and (len(missing - waiting) < len(self.parameters) or taken.accumulates):
+            waiting = waiting | (self.unsynchronized & missing)  # of parameters that this backward has not reached
+        for name in sorted(waiting):
+            if self.parameters[name].grad is None:
+                continue
+            if name in taken.deferred - missing:
+                raise RuntimeError(
+                    f"{OWNER}: parameter {name!r} is used both inside and outside a reentrant checkpoint (or another "
+                    "custom autograd function whose backward runs a backward of its own), and its gradient was "
+                    "synchronized before that ran; checkpoint with use_reentrant=False, or pass the parameter to the "
+                    "function as an input"
+                )
+            self._take(taken, name)
+
+    def _keeps_promises(self, unused: frozenset[str]) -> bool:
+        """Check the promises, and return False if no parameter had a gradient on any rank."""
+        if len(unused) == len(self.parameters):
+            return False
+        if unused != self.promises.first:
+            self.promises.check(unused)
+        return True
+
     def _end(self) -> Synchronized:
-        step, learns = self.engine.step, self.engine.learns_order
-        assert step is not None
+        learns = self.engine.learns_order
         # As torch names it in profiles: here ranks learn which parameters none of them has used.
-        named = torch.autograd.profiler.record_function("search_unused_parameters")
-        with self._named(), self.log.errors(), named, in_profile("end"):
-            unused = step.agree()
-            if len(unused) == len(self.parameters):
-                step.give_up()
-                return Synchronized({}, unused)
-            if unused != self.promises.first:
-                try:
-                    self.promises.check(unused)
-                except RuntimeError:  # on all ranks
-                    step.give_up(failed=True)
-                    raise
-            done = step.commit()
-        if learns and self.promises.skips_unused:
-            self.engine.drop(unused)
+        with self.log.errors(), torch.autograd.profiler.record_function("search_unused_parameters"):
+            done = self.backward.end(self._take_late, self._keeps_promises)
+        if learns and self.promises.skips_unused and len(done.unused) < len(self.parameters):
+            self.engine.drop(done.unused)
         return done
 
-    def _write(self, done: Synchronized, backward: _Backward) -> None:
+    def _write(self, done: Synchronized, taken: _Taken) -> None:
         for name, mean in done.mean.items():
             parameter = self.parameters[name]
             if name in done.unused and not (
                 self.engine.sync.gives_later and parameter.requires_grad and bool(mean.any())
             ):
                 continue
-            before, grad = parameter.grad, backward.placeholders.get(name, mean)
-            if name in backward.sparse:
-                grad = grad.to_sparse(backward.sparse[name])
+            before, grad = parameter.grad, taken.placeholders.get(name, mean)
+            if name in taken.sparse:
+                grad = grad.to_sparse(taken.sparse[name])
             elif grad.stride() != parameter.stride():  # which optimizers expect of a dense parameter, as torch does
                 grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
-            if name in backward.added_to and before is not None and not before.is_sparse and not grad.requires_grad:
+            if name in taken.added_to and before is not None and not before.is_sparse and not grad.requires_grad:
                 before.copy_(grad)  # others may hold it, as a part of a flat buffer
             else:
                 parameter.grad = grad
@@ -523,60 +515,25 @@ class Steps:
     # Errors
 
     def settle(self) -> None:
-        """End a step whose backward did not finish.
-
-        Raises:
-            RuntimeError: After this step, or an earlier one, ranks may be desynchronized.
-        """
-        LEFT_OUT.end()
-        self._fail_awaited(RuntimeError(UNFINISHED))
-        if self.engine.is_open:
-            self._fail_unfinished()
+        """Fail a step whose backward did not finish, and raise a RuntimeError if ranks may be desynchronized."""
+        self.backward.require_idle()
         self._fast.close()  # of a step that failed with another one's
         self.engine.refuse_after_failure()
 
-    def leave_out(self, error: BaseException) -> None:
-        """End the step that is open or comes next because of `error`, on all ranks, so that none waits for this one.
-
-        Within weight blocks when the outermost one ends: the error may leave out the steps of all of their modules.
-        """
-        if not self._fail_awaited(error):
-            LEFT_OUT.steps[self] = error
-            if not LEFT_OUT.blocks:
-                LEFT_OUT.end()
-        self.close()
-
-    def _fail_awaited(self, error: BaseException) -> bool:
-        """Fail the steps of a backward that has raised before it has reached this module; return False if none has."""
-        (has_ended, together), self._awaiting = self._awaiting or (lambda: self, None), None
-        if together is None or has_ended() is not None or self.engine not in together.awaited:
-            return False
-        together.fail(error)
-        return True
-
-    def fail(self, error: BaseException) -> None:
-        self.engine.fail(error)
-        if self._backward is not None:
-            for name in self._backward.deferred - self._backward.added_to:  # unsynchronized: drop it
+    def _undo(self) -> None:
+        if self._taken is not None:
+            for name in self._taken.deferred - self._taken.added_to:  # unsynchronized: drop it
                 self.parameters[name].grad = None
         self.close()
 
     def _stop(self, message: str) -> NoReturn:
         """Raise an error, which ends an open step."""
         error = RuntimeError(f"{OWNER}: {message}")
-        if self._backward is not None:
-            self._backward.together.fail(error)
-        self.fail(error)
+        self.backward.fail_all(error)
         raise error
 
-    def _fail_unfinished(self) -> None:
-        error = RuntimeError(UNFINISHED)
-        if self._backward is not None:
-            self._backward.together.fail(error)
-        self.fail(error)
-
     def close(self) -> None:
-        self.is_armed, self._backward = False, None
+        self.is_armed, self._taken = False, None
         self._fast.close()
         for hook in self._early.values():
             hook.remove()
@@ -605,39 +562,14 @@ class Steps:
     def _step(self, grads: Mapping[str, Tensor], forward_weight: Weight | None) -> Synchronized:
         self._begin(forward_weight)
         self._require_one_weight(forward_weight)
-        try:
-            for name in reversed(self.parameters):
-                if name in grads:
-                    self._require_unbatched(grads[name])
-                    self._feed(name, grads[name].detach(), keep=True)
-            return self._end()
-        except BaseException as error:
-            self.fail(error)
-            raise
+        self.backward.attempt(lambda: self._feed_all(grads))
+        return self._end()
 
-
-class LeftOut(threading.local):
-    """The modules whose steps an error has left out, in this thread.
-
-    Attributes:
-        blocks: The number of weight blocks that it is in.
-        steps: Those modules, with the error.
-    """
-
-    def __init__(self) -> None:
-        self.blocks = 0
-        self.steps: dict[Steps, BaseException] = {}
-
-    def end(self) -> None:
-        """End all of these steps, on all ranks, in whatever order the other ranks run them."""
-        steps, self.steps = self.steps, {}
-        fail_next({each.engine: error for each, error in steps.items() if not each.engine.is_open})
-        error_of = {each.engine: error for each, error in steps.items() if each.engine.is_open}
-        for engine in in_order(error_of):
-            engine.fail(error_of[engine])
-
-
-LEFT_OUT = LeftOut()
+    def _feed_all(self, grads: Mapping[str, Tensor]) -> None:
+        for name in reversed(self.parameters):
+            if name in grads:
+                self._require_unbatched(grads[name])
+                self._feed(name, grads[name].detach(), keep=True)
 
 
 def _cannot_skip(sync: Sync, asking: str) -> str:

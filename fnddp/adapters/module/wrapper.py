@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fnddp import torch_private
+from fnddp.adapters.backward import LEFT_OUT
 from fnddp.adapters.handle import warn_without_memory
 from fnddp.adapters.module.gate import gated, is_differentiated
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Slots, Trained, sparse_parameters
-from fnddp.adapters.module.steps import LEFT_OUT, Steps
+from fnddp.adapters.module.steps import Steps
 from fnddp.adapters.reentrant import refuse_reentrant_checkpoints
 from fnddp.adapters.torch_compat import arguments
 from fnddp.adapters.torch_compat.log import Log, environment, parameter_facts
@@ -287,7 +288,7 @@ class DistributedDataParallel(TorchNames):
                 )
         except BaseException as error:
             if is_for_steps and self._engine.begun == begun:
-                steps.leave_out(error)
+                steps.backward.fail_next(error)
             raise
         finally:
             steps.weight = None
@@ -305,7 +306,7 @@ class DistributedDataParallel(TorchNames):
             )
             LEFT_OUT.blocks += 1  # so that they end together, whatever their order on other ranks
             for each in (self, *parts):
-                each._steps.leave_out(error)
+                each._steps.backward.fail_next(error)
             LEFT_OUT.blocks -= 1
             if not LEFT_OUT.blocks:
                 LEFT_OUT.end()

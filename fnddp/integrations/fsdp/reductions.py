@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
+from fnddp.adapters.backward import Backward
 from fnddp.core import tree
 from fnddp.core.sync import State
 from fnddp.core.tree import paired
 from fnddp.device import device_of
 from fnddp.integrations.fsdp.unit import Unit
-from fnddp.run.step import has_nonfinite, require_noticed
+from fnddp.run.step import Synchronized, has_nonfinite, require_noticed
 from fnddp.run.vote import Vote
 from fnddp.torch_private import fsdp_groups
 from fnddp.wire.c10d import C10D
@@ -77,7 +78,10 @@ class RankWeight:
 class Reductions:
     """The reductions of a model's gradients in consecutive backwards; `states` are those after the last that succeeded.
 
-    `begin_around` begins the step of the replicas' pipeline, of which these reductions are a part.
+    They are in the place of an engine: each backward is a `Reduction`, on its own or as a part of a step of replicas.
+
+    Attributes:
+        begin_around: Begins the step of replicas of which the next one is a part, if there is one.
     """
 
     def __init__(self, units: Sequence[Unit], states: dict[str, State], ends: Ends) -> None:
@@ -88,14 +92,20 @@ class Reductions:
         self.vote = Vote((), C10D, groups, self.device)
         self.begin_around: Callable[[], object] | None = None
         self.notice: Callable[[], bool] | None = None  # `Vote.notice` of the last step, on an accelerator
-        self.broken: Exception | None = None  # this rank's error there, of which the others learn in the next step
+        self.broken: BaseException | None = None  # this rank's error there, of which the others learn in the next step
+        self._backward = Backward(self)
         self._step: weakref.ref[Reduction] | None = None
+
+    @property
+    def step(self) -> "Reduction | None":
+        """The open step. The callback at the end of its backward keeps it alive; if that has raised, it is gone."""
+        return None if self._step is None else self._step()
 
     def reduce(self, unit: Unit, mine: Tensor, buffer: Tensor) -> None:
         """Write to `mine`, `[width]`, the mean of this rank's row of `buffer`, `[ranks, width]`."""
-        if self._open() is None and self.begin_around is not None:
+        if self.step is None and self.begin_around is not None:
             self.begin_around()
-        step = self._open() or self.begin()
+        step = self.step or self._begin_alone()
         with torch.no_grad(), torch_private.without_autocast():
             try:
                 state = step.states.get(unit.name, self.states[unit.name])
@@ -105,21 +115,32 @@ class Reductions:
             except CollectiveError:
                 raise
             except Exception as error:
-                step.failure = step.failure or error
+                step.backward.keep(error)
                 unit.reduce_nothing(buffer)
                 mine.zero_()
             finally:
                 del step  # which the error's frames would keep alive, if this backward breaks off
 
-    def begin(self, *, is_part: bool = False) -> "Reduction":
-        """Begin a step, in a backward. One that `is_part` of another step is kept and ended by that."""
+    def _begin_alone(self) -> "Reduction":
+        self._backward.failure = None
+        step: Reduction = self._backward.begin(backward=self._backward)
+        self._ends.add(partial(self._end, step))
+        return step
+
+    def _end(self, _: "Reduction") -> None:
+        self._backward.end()
+
+    def begin(self, backward: Backward) -> "Reduction":
+        """Begin a step, of which `backward` has the life and keeps the errors."""
         self.require_whole()
         self.weight.begun += 1
-        step = Reduction(self)
+        step = Reduction(self, backward)
         self._step = weakref.ref(step)
-        if not is_part:
-            self._ends.add(step.end)
         return step
+
+    def fail(self, error: BaseException) -> None:
+        if self.step is not None:
+            self.step.fail(error)
 
     def require_whole(self) -> None:
         """Raise a CollectiveError if a rank has failed in the last step, on an accelerator."""
@@ -134,17 +155,13 @@ class Reductions:
         """Forget the open step, which an error that is raised at its end would keep alive."""
         self._step = None
 
-    def _open(self) -> "Reduction | None":
-        return None if self._step is None else self._step()
-
 
 class Reduction:
-    """A backward that reduces gradients. The callback at its end keeps it alive; if it raises, it is gone."""
+    """A backward that reduces gradients: on its own it ends like a step of an engine, with `agree` and `commit`."""
 
-    def __init__(self, course: Reductions) -> None:
-        self._course = course
+    def __init__(self, course: Reductions, backward: Backward) -> None:
+        self._course, self.backward, self._has_voted = course, backward, False
         self.states: dict[str, State] = {}  # what they become if it ends well
-        self.failure: Exception | None = None  # the first error on this rank, with which all ranks end it
         remembers = any(isinstance(each, Tensor) for each in tree.flatten_any(course.states)[0])
         self.is_nonfinite: Tensor | bool | None = False if remembers else None  # None where it does not matter
         self.scales = {unit.group: 1.0 for unit in course.units}  # factors of this rank's gradients
@@ -164,51 +181,54 @@ class Reduction:
                     is_nothing = course.begin_around is not None and self.total == 0  # of this replica
                     self.scales[group] = 0.0 if is_nothing else scale_of(course.weight.given.number, numbers)
             except ValueError as error:  # on all ranks
-                self.failure = error.with_traceback(None)  # whose frame would keep this step alive
+                backward.keep(error.with_traceback(None))  # whose frame would keep this step alive
         parameters = [p for unit in course.units for p in unit.fsdp.parameters]
         self._before = [(p, None if p.grad is None else _local(p.grad).clone()) for p in parameters]
-
-    def end(self) -> None:
-        """Commit the states, or restore the gradients and raise, as all ranks do."""
-        vote = self._course.vote
-        try:
-            vote.cast(frozenset(), failed=self.failure is not None, nonfinite=self.is_nonfinite or False)
-            if self.failure is not None:
-                vote.explain(self.failure)
-                raise self.failure
-            vote.outcome()
-            self._course.notice = vote.notice()
-        except Exception as error:
-            self._course.broken = error if self._course.device.is_asynchronous else None
-            self.settle(is_well=False)
-            raise
-        self.settle(is_well=True, found_nonfinite=vote.found_nonfinite())
 
     def note(self, mean: Tensor) -> None:
         """Note whether a mean is finite: if one is not, on any rank, memory stays as it was."""
         if self.is_nonfinite is not None:
             self.is_nonfinite = has_nonfinite([mean], self._course.device) | self.is_nonfinite
 
-    def settle(self, *, is_well: bool, found_nonfinite: Tensor | bool = False) -> None:
-        """Commit the states, or restore the gradients; all ranks have agreed on which.
+    def agree(self) -> frozenset[str]:
+        """Vote; see `fnddp.run.step.Step.agree`."""
+        self._has_voted = True
+        self._course.vote.cast(frozenset(), nonfinite=self.is_nonfinite or False)
+        return self._course.vote.outcome()
 
-        Where a rank has found what is not finite, states stay as they were.
-        """
+    def commit(self) -> Synchronized:
+        """Commit the states; the gradients are FSDP's."""
+        self._course.notice = self._course.vote.notice()
+        self.keep(self._course.vote.found_nonfinite())
+        return Synchronized({}, frozenset())
+
+    def fail(self, error: BaseException) -> None:
+        """Notify the other ranks, unless all have voted, and undo it."""
+        try:
+            if not self._has_voted:
+                self._course.vote.cast(frozenset(), failed=True)
+                self._course.vote.explain(error)
+        except RuntimeError as problem:
+            error.add_note(f"the other ranks could not be notified: {problem}")
+        self._course.broken = error if self._course.device.is_asynchronous else None
+        self.undo()
+
+    def keep(self, found_nonfinite: Tensor | bool) -> None:
+        """Keep the new states, unless a rank has found what is not finite."""
         course = self._course
         course.close()
-        if is_well:
-            if isinstance(found_nonfinite, Tensor):
-                before = {name: course.states[name] for name in self.states}
-                self.states = paired(partial(_unless, found_nonfinite), before, self.states)
-            if found_nonfinite is not True:
-                course.states |= self.states
-            course.steps += 1
-        else:
-            course.failed_steps += 1
-            self._restore()
+        if isinstance(found_nonfinite, Tensor):
+            before = {name: course.states[name] for name in self.states}
+            self.states = paired(partial(_unless, found_nonfinite), before, self.states)
+        if found_nonfinite is not True:
+            course.states |= self.states
+        course.steps += 1
 
     @torch.no_grad()
-    def _restore(self) -> None:
+    def undo(self) -> None:
+        """Restore the gradients from before it."""
+        self._course.close()
+        self._course.failed_steps += 1
         for parameter, before in self._before:
             if before is None or parameter.grad is None:
                 parameter.grad = None

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
+from fnddp.adapters.backward import Backward, WeakHook
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.handle import PipelineHandle
-from fnddp.adapters.hooks import WeakHook, end_with_backward
 from fnddp.core.agreement import agree_over, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
@@ -46,7 +46,8 @@ class Replicas(PipelineHandle):
         self._synchronizes = self._is_armed = True  # outside of no_sync: now, and in the last forward
         self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # synchronized gradients
         self._before: dict[str, DTensor] = {}  # those that `.grad` held before this backward
-        self._failure: Exception | None = None
+        self._backward = Backward(self._engine, undo=self._undo)
+        self._part: Reduction | None = None  # that of shards, at the end of the step
         self._reductions, self._weight = reductions, RankWeight() if reductions is None else reductions.weight
         self._fsdp = [group for _, groups in torch_private.fsdp_groups(model).values() for group in groups]
         self._ends = Ends(model)
@@ -103,7 +104,7 @@ class Replicas(PipelineHandle):
         if not torch.is_grad_enabled() or torch_private.is_within_backward():  # evaluation; activation checkpointing
             return
         self._require_frozen()
-        self._break_off()
+        self._backward.require_idle()
         if self._compares:
             self._require_one_choice(_groups(self._shards))
         self._is_armed = self._synchronizes
@@ -146,14 +147,14 @@ class Replicas(PipelineHandle):
             return
         self._require_weighted_alike()
         if self._is_armed:
-            self._failure = None
+            self._backward.failure = None
+            part, weight = None, None if self._weight.given == NO_WEIGHT else self._weight.given
             if self._reductions is None:
                 self._weight.begun += 1
-                part, weight = None, None if self._weight.given == NO_WEIGHT else self._weight.given
             else:
-                part = self._reductions.begin(is_part=True)
+                part = self._reductions.begin(self._backward)
                 weight = part.total
-            self._engine.begin(weight=weight)
+            self._backward.begin(weight=weight)
             self._ends.add(lambda: self._end(part))
 
     def _require_weighted_alike(self) -> None:
@@ -170,50 +171,42 @@ class Replicas(PipelineHandle):
 
     def _end(self, part: Reduction | None) -> None:
         if torch_private.is_within_backward():  # queued again, behind FSDP's own callbacks
-            end_with_backward(self._engine, lambda: self._finish(part), self._engine.fail)
+            self._backward.end_with_autograds(lambda: self._finish(part))
         else:
             self._finish(part)
 
     def _feed(self, name: str, _: Tensor) -> None:
-        if not self._is_armed:
-            return
-        try:
-            self._start()  # if backward did not begin at the model's outputs
-            grad = self._parameters[name].grad
-            assert isinstance(grad, DTensor)
-            if grad is self._means.get(name):
-                raise RuntimeError(
-                    f"this backward adds to the synchronized gradient of parameter {name!r}, and does not begin at an "
-                    "output of the model; call optimizer.zero_grad() before such a backward"
-                )
-            step = self._engine.step
-            if step is not None:
+        if self._is_armed:  # FSDP's other collectives must still run on all ranks
+            self._backward.attempt(lambda: self._put(name))
+
+    def _put(self, name: str) -> None:
+        self._start()  # if backward did not begin at the model's outputs
+        grad = self._parameters[name].grad
+        assert isinstance(grad, DTensor)
+        if grad is self._means.get(name):
+            raise RuntimeError(
+                f"this backward adds to the synchronized gradient of parameter {name!r}, and does not begin at an "
+                "output of the model; call optimizer.zero_grad() before such a backward"
+            )
+        if (step := self._backward.step) is not None:
+            step.feed(name, grad.to_local())
+
+    def _take_late(self) -> None:
+        """Take the gradients of no_sync, and what shards know."""
+        step = self._backward.step
+        missing = step.missing
+        for name, grad in self._gradients().items():
+            if name in missing and grad is not self._means.get(name):
                 step.feed(name, grad.to_local())
-        except Exception as error:  # FSDP's other collectives must still run on all ranks
-            self._failure = self._failure or error
+        if self._part is not None and self._part.is_nonfinite is not None:
+            step.watch(self._part.is_nonfinite)
 
     def _finish(self, part: Reduction | None) -> None:
-        try:
-            failure = self._failure or (None if part is None else part.failure)
-            if failure is not None:
-                raise failure
-            step = self._engine.step
-            assert step is not None
-            missing = step.missing
-            for name, grad in self._gradients().items():
-                if name in missing and grad is not self._means.get(name):  # of no_sync
-                    step.feed(name, grad.to_local())
-            if part is not None and part.is_nonfinite is not None:
-                step.watch(part.is_nonfinite)
-            mean, unused = step.finish()
-        except Exception as error:
-            self._engine.fail(error)
-            if part is not None:
-                part.settle(is_well=False)
-            self._put_back()
-            raise
+        self._part, step = part, self._backward.step
+        mean, unused = self._backward.end(self._take_late)
         if part is not None:
-            part.settle(is_well=True, found_nonfinite=step.found_nonfinite)
+            part.keep(step.found_nonfinite)
+            self._part = None
         gradients = self._gradients()
         for name in self._parameters.keys() - unused:
             p, grad = self._parameters[name], gradients.get(name)
@@ -227,16 +220,17 @@ class Replicas(PipelineHandle):
         self._put_back()
         self._means.update(self._gradients())
 
+    def _undo(self) -> None:
+        part, self._part = self._part, None
+        if part is not None:
+            part.undo()
+        self._put_back()
+
     def _put_back(self) -> None:
         for name, before in self._before.items():
             p = self._parameters[name]
             p.grad = before if p.grad is None else before.add_(p.grad)
         self._before = {}
-
-    def _break_off(self) -> None:
-        if self._engine.is_open:
-            self._engine.fail(RuntimeError("its backward did not finish"))
-            self._put_back()
 
 
 def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh) -> Replicas:

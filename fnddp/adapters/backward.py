@@ -1,0 +1,380 @@
+"""Backwards: their life, and the hooks by which they come here.
+
+No other file of adapters begins, ends or fails a step of a backward.
+
+A `Backward` is idle; open from the first gradient, with a step; and idle again, when the step has ended on all ranks
+alike. Ways in say only what differs: which gradients no hook has seen, what is checked, and what is undone.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from fnddp import torch_private
+from fnddp.run.engine import fail_next
+from fnddp.run.step import Step, Synchronized, in_profile
+from fnddp.torch_private import current_backward
+
+Owner = TypeVar("Owner")
+
+UNFINISHED = "its backward did not finish"
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _same(error: BaseException) -> BaseException:
+    return error
+
+
+class Backward:
+    """Backwards of one way in, one after the other, each a step of an engine.
+
+    Args:
+        engine: The `Engine`, or what FSDP's shards have in its place. It may be replaced between two steps.
+        undo: Called for a step that has failed: takes back what this way in has done in it.
+        named: Returns an error of the step as this way in raises it.
+
+    Attributes:
+        failure: The first error of this rank that was kept for the end of the open step.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        undo: Callable[[], object] = _nothing,
+        named: Callable[[BaseException], BaseException] = _same,
+    ) -> None:
+        self.engine, self._undo, self._named = engine, undo, named
+        self.failure: BaseException | None = None
+        self._ending: Callable[[], object] = _nothing  # the callback at its end; None once it is known not to come
+        self._together: _Together | None = None  # the steps of the autograd backward that has this one, or will
+
+    @property
+    def step(self) -> Any:
+        """The open step; None while idle."""
+        return self.engine.step
+
+    def begin(self, **options: Any) -> Any:
+        """Begin a step, and return it: see `Engine.begin`."""
+        LEFT_OUT.end()
+        return self.engine.begin(**options)
+
+    def end_with_autograds(self, end: Callable[[], None], reaches: "Iterable[Backward]" = ()) -> None:
+        """Call `end` at the end of the backward that autograd runs, for the open step.
+
+        Args:
+            reaches: Others that are idle, and will begin in it.
+        """
+        with _lock:
+            task = current_backward()
+            ending = _endings.get(task)
+            if ending is None:
+                ending = _endings[task] = _Ending(task)
+                torch_private.at_end_of_backward(ending)
+            if self._together is not None:  # of another backward, which has raised before it came here
+                self._together.awaited.pop(self, None)
+            ending.ends[self] = end
+            ending.together.begun[self] = None
+            for each in (self, *reaches):
+                each._ending, each._together = weakref.ref(ending), ending.together
+                ending.together.awaited[each] = None
+
+    def is_running(self) -> bool:
+        """Return True if a step is open; fail it if its backward has raised, which autograd does not report."""
+        if self.step is not None and self._together is not None and self._ending() is None:
+            self.fail_all(RuntimeError(UNFINISHED))
+        return self.step is not None
+
+    def attempt(self, run: Callable[[], object]) -> None:
+        """Call `run`, a part of the step, unless one has failed; keep its error for `end`.
+
+        For what must not raise at once, since what has called it has collectives of its own to run first.
+        """
+        if self.failure is None:
+            try:
+                run()
+            except Exception as error:
+                self.keep(error)
+
+    def keep(self, error: BaseException) -> None:
+        """Keep the first error of this rank for `end`."""
+        self.failure = self.failure or error
+
+    def end(
+        self, late: Callable[[], object] = _nothing, check: Callable[[frozenset[str]], object] = _nothing
+    ) -> Synchronized:
+        """End the step on all ranks alike, and return the means.
+
+        Args:
+            late: Puts gradients that no hook has seen; may raise on this rank alone.
+            check: Called with the leaves that no rank has used, when all ranks have agreed and nothing is written over
+                yet; may raise, on all ranks alike, or return False: then the step has no effect.
+
+        Raises:
+            StepFailedError: Another rank has failed.
+            CollectiveError: A collective has failed.
+            Exception: The error that was kept, or that of `late` or `check`.
+        """
+        self._together = None
+        try:
+            if self.failure is not None:
+                raise self.failure
+            step = self.step
+            if step is None:
+                raise RuntimeError("the step ended with that of another model, which failed in the same backward")
+            late()
+            with in_profile("end"):
+                unused = step.agree()
+                try:
+                    has_effect = check(unused)
+                except BaseException:  # on all ranks
+                    step.give_up(failed=True)
+                    raise
+                if has_effect is False:
+                    step.give_up()
+                    return Synchronized({}, unused)
+                return step.commit()
+        except BaseException as error:
+            named = self._named(error)
+            self.fail(named)
+            if named is error:
+                raise
+            raise named from None
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the open step, if any, on all ranks, and undo what this way in has done."""
+        error, self.failure, self._together = self.failure or error, None, None
+        self.engine.fail(error)
+        self._undo()
+
+    def fail_all(self, error: BaseException) -> None:
+        """Fail all steps of the backward that autograd runs, or ran until it raised, also those to come."""
+        if self._together is not None:
+            self._together.fail(error)
+        if self.step is not None:
+            self.fail(error)
+
+    def fail_next(self, error: BaseException) -> None:
+        """Fail the step that is open or comes next because of `error`, on all ranks, so that none waits for this one.
+
+        Within weight blocks when the outermost one ends: the error may leave out the steps of all of their modules.
+        """
+        if self._together is not None and self._ending() is None and self in self._together.awaited:
+            self._together.fail(error)
+        else:
+            LEFT_OUT.errors[self] = error
+            if not LEFT_OUT.blocks:
+                LEFT_OUT.end()
+
+    def require_idle(self) -> None:
+        """Fail a step whose backward did not finish, as the next forward shows."""
+        LEFT_OUT.end()
+        if self.step is not None or (self._together is not None and self._ending() is None):
+            self.fail_all(RuntimeError(UNFINISHED))
+        self._together = self.failure = None
+
+
+class _Together:
+    """The steps of one backward of autograd, on several engines. It outlives that backward if it raises.
+
+    Attributes:
+        begun, awaited: The ones that have begun, and those that the backward reaches: ordered sets.
+    """
+
+    def __init__(self) -> None:
+        self.begun: dict[Backward, None] = {}
+        self.awaited: dict[Backward, None] = {}
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all steps because of `error`, on all ranks: those to come, too, for which other ranks wait.
+
+        One that other ranks give up, since it waits for another on its process group, is given up here, too.
+        """
+        begun, awaited = self.begun, self.awaited
+        self.begun, self.awaited = {}, {}
+        fail_next({each.engine: error for each in awaited if each not in begun and each.step is None})
+        for each in in_order({**awaited, **begun}):
+            each.fail(error)
+
+
+def in_order(backwards: Iterable[Backward]) -> Iterator[Backward]:
+    """Yield `backwards` in the order in which their steps end, which is the same on all ranks.
+
+    That is the order in which their engines were made, unlike the order in which autograd reaches them. On one process
+    group, the step that began first goes first.
+    """
+    waiting = sorted(backwards, key=lambda each: each.engine.number)
+    while waiting:
+        backward = next((each for each in waiting if each.step is None or not each.step.is_held), waiting[0])
+        waiting.remove(backward)
+        yield backward
+
+
+class _Ending:
+    """Callback at the end of a backward, which ends the steps in it. It lives as long as that backward runs.
+
+    Ending a step waits for other ranks, so steps end in the same order on all of them.
+    """
+
+    def __init__(self, task: int) -> None:
+        self._task = task
+        self.together = _Together()
+        self.ends: dict[Backward, Callable[[], None]] = {}
+
+    def __call__(self) -> None:
+        with _lock:
+            _endings.pop(self._task, None)  # what runs now may begin another one
+        self.together.begun, self.together.awaited = {}, {}
+        failure: BaseException | None = None
+        for backward in in_order(self.ends):
+            try:
+                self.ends[backward]()
+            except BaseException as error:  # the other ranks wait for the steps that are left
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+_endings: "weakref.WeakValueDictionary[int, _Ending]" = weakref.WeakValueDictionary()  # by autograd's number
+_lock = threading.Lock()  # autograd has a thread for each device
+
+
+class _LeftOut(threading.local):
+    """The steps that errors have left out, in this thread, and that have not ended on other ranks yet.
+
+    Attributes:
+        blocks: The number of weight blocks that the thread is in.
+        errors: The errors, by what they have left out.
+    """
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.errors: dict[Backward, BaseException] = {}
+
+    def end(self) -> None:
+        """End all of these steps, on all ranks, in whatever order the other ranks run them."""
+        if self.errors:
+            errors, self.errors = self.errors, {}
+            fail_next({each.engine: error for each, error in errors.items() if each.step is None})
+            for each in in_order(errors):
+                each.fail(errors[each])
+
+
+LEFT_OUT = _LeftOut()
+
+
+# Hooks of parameters, which keep nothing alive, and what autograd knows of the running backward.
+
+
+def asked_for(parameters: Mapping[str, nn.Parameter]) -> set[str] | None:
+    """Return the parameters whose gradients torch.autograd.grad will return; None if one is accumulated instead."""
+    asked: set[str] = set()
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            continue
+        try:
+            if torch_private.will_execute(get_gradient_edge(parameter).node):
+                return None
+        except RuntimeError:  # raised if torch.autograd.grad returns the gradient
+            asked.add(name)
+    return asked
+
+
+def executes(node: Any) -> bool:
+    """Return whether the running backward reaches `node`, or returns what would be accumulated there."""
+    try:
+        return torch_private.will_execute(node)
+    except RuntimeError:  # raised if torch.autograd.grad returns the gradient
+        return True
+
+
+def accumulates(nodes: Iterable[Any]) -> bool:
+    """Return whether the running backward accumulates the gradients of all leaves behind `nodes` of its graph.
+
+    False in `torch.autograd.grad`, and in a `backward(inputs=...)` that leaves out some of these leaves.
+    """
+    waiting, has_leaves = [*nodes], False
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if hasattr(node, "variable"):  # it accumulates a leaf's gradient
+            try:
+                if not torch_private.will_execute(node):
+                    return False
+            except RuntimeError:  # raised if torch.autograd.grad returns the gradient
+                return False
+            has_leaves = True
+        behind = {following for following, _ in node.next_functions} - seen
+        seen |= behind
+        waiting += behind
+    return has_leaves
+
+
+class FastPath:
+    """Short cut: a hook puts its gradient into the open step directly, instead of calling `take`, the long way.
+
+    `take` gets a gradient that is added to an earlier one, is sparse, belongs to another backward, or is seen by a hook
+    of the user, and the gradients of leaves at `excluded` positions.
+    """
+
+    __slots__ = ("excluded", "step", "task")
+
+    def __init__(self) -> None:
+        self.close()
+
+    def open(self, step: Step, task: int, excluded: set[int]) -> None:
+        """Let the gradients of the backward `task` go to `step`."""
+        self.step: Any = weakref.ref(step)  # parameters may outlive it
+        self.task, self.excluded = task, excluded
+
+    def close(self) -> None:
+        """Let each gradient take the long way."""
+        # Outside of a backward the task is -1.
+        self.step, self.task, self.excluded = (lambda: None), -2, set[int]()
+
+    def hook(
+        self, position: int, take: Callable[[Tensor], Any], advance: Callable[[], Callable[[], None] | None]
+    ) -> Callable[[Tensor], None]:
+        """Return a hook of a parameter whose gradient has been accumulated; `take` is the long way.
+
+        `advance` is a weak reference to the method that is called when a segment is complete.
+        """
+
+        def accumulated(parameter: Tensor) -> None:
+            step, grad = self.step(), parameter.grad
+            if (
+                step is None
+                or not step.is_open
+                or grad is None
+                or self.task != current_backward()
+                or position in self.excluded
+                or grad.is_sparse
+            ):
+                take(parameter)
+            else:
+                parameter.grad = None  # so that its memory is free once it has been sent
+                if step.put(position, grad) and (run := advance()) is not None:
+                    run()
+
+        return accumulated
+
+
+class WeakHook(Generic[Owner]):
+    """A hook of one parameter: calls `method(owner, name, tensor)`."""
+
+    def __init__(self, owner: Owner, method: Callable[[Owner, str, Tensor], Any], name: str) -> None:
+        self._owner = weakref.ref(owner)  # the garbage collector does not see hooks of tensors
+        self._method, self._name = method, name
+
+    def __call__(self, tensor: Tensor) -> Any:
+        owner = self._owner()
+        return None if owner is None else self._method(owner, self._name, tensor)

@@ -1,0 +1,228 @@
+"""The life of a backward as a table: what each event does in each state, on this rank and on the other one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fnddp
+from fnddp import StepFailedError
+from fnddp.adapters.backward import UNFINISHED, Backward
+from fnddp.ir.program import LeafSpec
+from fnddp.laws import bits
+from fnddp.plan.draft import Donation
+from fnddp.run.engine import Engine
+from fnddp.simulation.ranks import run_threads
+from fnddp.wire.c10d import C10d
+from fnddp.wire.protocol import CollectiveError
+
+LEAVES = {"a": torch.zeros(3), "b": torch.zeros(2)}
+
+
+class Mortal(C10d):
+    is_dead = False
+
+    def vote(self, flags: Tensor, group: str | None) -> Any:
+        if self.is_dead:
+            raise RuntimeError("the peer is gone")
+        return super().vote(flags, group)
+
+
+class Rank:
+    """One rank with its backward, which counts what it undoes, and has a gradient for each leaf."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.undone, self.late, self.wire = rank, 0, False, Mortal()
+        sync = fnddp.parse("error_feedback(fp16(allreduce))")
+        leaves = {name: LeafSpec.of(leaf) for name, leaf in LEAVES.items()}
+        donation = Donation(gradients="at_end", state=True)
+        self.engine = Engine(
+            sync, leaves, state=sync.init(LEAVES), donation=donation, learns_order=False, groups=[None], wire=self.wire
+        )
+        self.backward = Backward(self.engine, undo=self.undo)
+
+    def undo(self) -> None:
+        self.undone += 1
+
+    def take_late(self) -> None:
+        for name in ("b", "a") if self.late else ():
+            if name in self.backward.step.missing:
+                self.put(name)
+
+    def put(self, name: str) -> None:
+        self.backward.step.feed(name, LEAVES[name] + 1.0 + self.rank)
+
+    def fail(self) -> None:
+        raise ZeroDivisionError(f"of rank {self.rank}")
+
+    # States
+
+    def open(self) -> None:
+        self.backward.begin()
+        self.backward.attempt(lambda: self.put("b"))
+
+    def fail_here(self) -> None:
+        self.open()
+        self.backward.attempt(self.fail)
+
+    def abandon(self) -> None:
+        def begin(_: Tensor) -> None:
+            self.open()
+            self.backward.end_with_autograds(lambda: None)
+            raise FloatingPointError
+
+        x = torch.ones((), requires_grad=True)
+        x.register_hook(begin)
+        with pytest.raises(FloatingPointError):
+            (2 * x).backward()
+
+    # Events
+
+    def gradient(self) -> None:
+        if not self.backward.is_running():
+            self.backward.begin()
+        self.backward.attempt(lambda: self.put("a"))
+
+    def gradient_at_the_end(self) -> None:
+        self.late = True
+
+    def own_error(self) -> None:
+        self.backward.attempt(self.fail)
+
+    def dead_wire(self) -> None:
+        self.wire.is_dead = True
+
+    def next_forward(self) -> None:
+        self.backward.require_idle()
+
+
+def nothing(_: Rank) -> None:
+    pass
+
+
+# What this rank and the other one do to be in a state, and what the other one does at an event.
+STATES: dict[str, tuple[Callable[[Rank], None], Callable[[Rank], None]]] = {
+    "idle": (nothing, nothing),
+    "open": (Rank.open, Rank.open),
+    "failed here": (Rank.fail_here, Rank.open),
+    "failed there": (Rank.open, Rank.fail_here),
+    "abandoned": (Rank.abandon, Rank.open),
+}
+EVENTS: dict[str, tuple[Callable[[Rank], None], Callable[[Rank], None]]] = {
+    "gradient": (Rank.gradient, Rank.gradient),
+    "late gradient": (Rank.gradient_at_the_end, Rank.gradient_at_the_end),
+    "own error": (Rank.own_error, nothing),
+    "peer's error": (nothing, Rank.own_error),
+    "dead wire": (Rank.dead_wire, Rank.dead_wire),
+    "next forward": (Rank.next_forward, nothing),
+    "end": (nothing, nothing),
+}
+NONE, OWN, TOLD, DEAD = "no step", ZeroDivisionError, StepFailedError, CollectiveError
+DONE, OVER = "means", "no step is left"
+
+# How the step ends here and there, if both ranks then end it.
+TABLE: dict[str, dict[str, tuple[Any, Any]]] = {
+    "idle": {
+        "gradient": (DONE, DONE),
+        "late gradient": (OVER, OVER),
+        "own error": (OWN, OVER),
+        "peer's error": (OVER, OWN),
+        "dead wire": (OVER, OVER),
+        "next forward": (OVER, OVER),
+        "end": (OVER, OVER),
+    },
+    "open": {
+        "gradient": (DONE, DONE),
+        "late gradient": (DONE, DONE),
+        "own error": (OWN, TOLD),
+        "peer's error": (TOLD, OWN),
+        "dead wire": (DEAD, DEAD),
+        "next forward": (OVER, TOLD),
+        "end": (DONE, DONE),
+    },
+    "failed here": {
+        "gradient": (OWN, TOLD),
+        "late gradient": (OWN, TOLD),
+        "own error": (OWN, TOLD),
+        "peer's error": (OWN, OWN),
+        "dead wire": (OWN, DEAD),
+        "next forward": (OVER, TOLD),
+        "end": (OWN, TOLD),
+    },
+    "failed there": {
+        "gradient": (TOLD, OWN),
+        "late gradient": (TOLD, OWN),
+        "own error": (OWN, OWN),
+        "peer's error": (TOLD, OWN),
+        "dead wire": (DEAD, OWN),
+        "next forward": (OVER, OWN),
+        "end": (TOLD, OWN),
+    },
+    "abandoned": {
+        "next forward": (OVER, TOLD),
+        "gradient": (DONE, TOLD),
+    },
+}
+
+
+def ended(rank: Rank) -> Any:
+    if rank.backward.step is None and rank.backward.failure is None:
+        return OVER
+    try:
+        rank.backward.end(rank.take_late)
+    except Exception as error:
+        return type(error)
+    return DONE
+
+
+def check(rank: int, state: str, event: str) -> None:
+    me = Rank(rank)
+    before = bits(me.engine.state)
+    STATES[state][rank](me)
+    EVENTS[event][rank](me)
+    expected = TABLE[state][event][rank]
+    if (state, event) == ("abandoned", "gradient"):  # which begins the next step; the other rank's has failed
+        assert me.engine.failed_steps == 1 - rank
+        if rank == 1:
+            assert ended(me) is TOLD
+            me.gradient()
+        expected = DONE
+    outcome = ended(me)
+    assert outcome == expected, (outcome, expected)
+    assert me.backward.step is None
+    assert me.backward.failure is None
+    has_failed = state != "idle" and (me.engine.failed_steps > 0)
+    assert me.undone == (1 if has_failed or outcome is OWN else 0)
+    if event == "dead wire" and state != "idle":
+        with pytest.raises(RuntimeError, match="desynchronized"):
+            me.backward.begin()
+        return
+    if outcome != DONE:
+        assert bits(me.engine.state) == before
+    me.wire.is_dead = me.late = False
+    me.backward.require_idle()
+    me.backward.begin()
+    for name in ("b", "a"):
+        me.put(name)
+    mean = me.backward.end().mean
+    assert [mean[name].unique().tolist() for name in LEAVES] == [[1.5], [1.5]]
+
+
+@pytest.mark.parametrize(("state", "event"), [(state, event) for state, row in TABLE.items() for event in row])
+def test_each_event_in_each_state(state: str, event: str) -> None:
+    run_threads(2, check, state, event)
+
+
+def test_what_a_peer_is_told_of_a_backward_that_was_broken_off() -> None:
+    def told(rank: int) -> None:
+        me = Rank(rank)
+        STATES["abandoned"][rank](me)
+        if rank == 0:
+            me.next_forward()
+        else:
+            with pytest.raises(StepFailedError, match=f"rank 0 failed with RuntimeError: {UNFINISHED}"):
+                me.backward.end()
+
+    run_threads(2, told)

@@ -1,0 +1,204 @@
+"""The contract of all ways in where a step fails: it ends on all ranks alike, and leaves no trace.
+
+Rank 1 fails at each point of a step, and the other ranks learn of it; or its collectives fail, and all ranks refuse.
+"""
+
+import copy
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fnddp
+from fnddp import StepFailedError, outer
+from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
+from fnddp.integrations.fsdp.unit import Unit
+from fnddp.laws import bits
+from fnddp.run.vote import Vote
+from fnddp.wire.c10d import C10d
+from fnddp.wire.protocol import CollectiveError
+
+LOSSY = "error_feedback(fp16(allreduce))"
+SHARDS = "error_feedback(quantize(two_shot, bits=4, block=16))"
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def sharded(mesh: Any) -> nn.Module:
+    model = network()
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Training:
+    def __init__(self, way: str) -> None:
+        optimizer: Any = None
+        if way == "module":
+            self.model: Any = fnddp.DistributedDataParallel(network(), sync=fnddp.parse(LOSSY), bucket_cap_mb=1e-4)
+            self.state: Callable[[], Any] = lambda: self.model.sync_state
+        elif way == "register":
+            self.model = TorchDDP(network(), bucket_cap_mb=1e-4)
+            handle: Any = fnddp.register(self.model, LOSSY)
+            self.state = lambda: handle.state
+        elif way == "shards":
+            self.model = sharded(init_device_mesh("cpu", (2,)))
+            handle = compress_shards(self.model, gradients=SHARDS)
+            self.state = lambda: handle.state
+        elif way == "replicas":
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+            self.model = sharded(mesh["shard"])
+            handle = compress_replicas(self.model, LOSSY, mesh["replicate"])
+            self.state = lambda: handle.state
+        elif way == "shards and replicas":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            self.model = sharded(mesh["shard"])
+            handle = compress(self.model, mesh, shards=SHARDS, replicas=LOSSY)
+            self.state = lambda: handle.state
+        else:
+            self.model = network()
+            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+            attached = outer.attach(self.model, optimizer, outer.diloco(fnddp.parse(LOSSY), every=1))
+            self.state = lambda: attached.state
+        self.optimizer = optimizer or torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(self, rank: int, step: int) -> None:
+        self.optimizer.zero_grad()
+        y = self.model(torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * step + rank)))
+        y.square().mean().backward()
+        self.optimizer.step()
+
+    @property
+    def all(self) -> Any:
+        return bits([p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters()]), bits(
+            self.state()
+        )
+
+
+class Trap(Exception):
+    pass
+
+
+@contextmanager
+def failing(owner: Any, name: str, at: int = 0, error: Exception | None = None) -> Generator[list[int]]:
+    """Let call number `at` of a method raise, once; yield the list of calls."""
+    calls: list[int] = []
+    original = getattr(owner, name)
+
+    def run(*given: Any, **options: Any) -> Any:
+        calls.append(len(calls))
+        if calls[-1] == at:
+            raise error or Trap(f"at {name}")
+        return original(*given, **options)
+
+    setattr(owner, name, run)
+    try:
+        yield calls
+    finally:
+        setattr(owner, name, original)
+
+
+POINTS: dict[str, Callable[[int], Any]] = {  # given the number of collectives in a step
+    "in the first collective": lambda _: failing(C10d, "start"),
+    "in the last collective": lambda count: failing(C10d, "start", count - 1),
+    "in the first codec": lambda _: failing(Unit, "reduce"),
+    "in the last codec": lambda _: failing(Unit, "reduce", 1),
+    "behind the last gradient": lambda _: failing(Vote, "cast"),
+}
+BY_LEAF = ["in the first collective", "in the last collective", "behind the last gradient"]
+BY_BUFFER = ["in the first codec", "in the last codec"]
+WAYS = {  # the number of ranks, and where a rank can fail by itself
+    "module": (2, BY_LEAF),
+    "register": (2, BY_LEAF),
+    "replicas": (2, BY_LEAF),
+    "shards": (2, BY_BUFFER),
+    "shards and replicas": (
+        4,
+        ["in the first codec", "in the last codec", "in the last collective", "behind the last gradient"],
+    ),
+    "attach": (2, BY_LEAF),
+}
+CASES = [
+    pytest.param(n, way, point, id=f"{way}-{point}", marks=[pytest.mark.thorough] if n > 2 else [])
+    for way, (n, points) in WAYS.items()
+    for point in points
+]
+
+
+def check_failures(rank: int, way: str, point: str) -> None:
+    training, straight = Training(way), Training(way)
+    for each in (training, straight):
+        with failing(C10d, "start", -1) as calls:
+            each.step(rank, 0)  # in which the order of gradients is learnt
+    for step in (1, 2, 3):
+        training.step(rank, step)
+        straight.step(rank, step)
+        assert training.all == straight.all
+        before, model, optimizer = training.state(), training.model.state_dict(), training.optimizer.state_dict()
+        held, kept = bits(before), copy.deepcopy((model, optimizer))
+        if step == 3:
+            break
+        told = "at (start|reduce|cast)|its backward did not finish"  # an error that breaks a backward off
+        raises = pytest.raises(Trap if rank == 1 else StepFailedError, match=told)
+        with raises, POINTS[point](len(calls)) if rank == 1 else nullcontext():
+            training.step(rank, 10 + step)
+        assert bits(training.state()) == held
+        if way == "attach":  # which takes the local step before
+            training.model.load_state_dict(kept[0])
+            training.optimizer.load_state_dict(kept[1])
+
+
+@pytest.mark.parametrize(("n", "way", "point"), CASES)
+def test_a_failure_of_one_rank_is_one_on_all_and_leaves_no_trace(gloo, n, way, point):
+    gloo(n, check_failures, way, point)
+
+
+def fails_in_backward(_: nn.Module, __: Any, output: Tensor) -> None:
+    output.register_hook(lambda _: 1 / 0)
+
+
+def check_abandoned(rank: int, way: str) -> None:
+    """An error of the user's in the backward of all ranks, when one parameter has its gradient."""
+    training, straight = Training(way), Training(way)
+    for step in range(3):
+        training.step(rank, step)
+        straight.step(rank, step)
+        assert training.all == straight.all
+        held = bits(training.state())
+        between = next(module for module in training.model.modules() if isinstance(module, nn.Tanh))
+        hook = between.register_forward_hook(fails_in_backward)
+        with pytest.raises(ZeroDivisionError):
+            training.step(rank, 10 + step)
+        hook.remove()
+        assert bits(training.state()) == held
+
+
+def test_a_backward_that_is_broken_off_leaves_no_trace(gloo):
+    """(FSDP itself adds what is left of such a backward to the next one, and torch's class does not go on.)"""
+    gloo(2, check_abandoned, "module")
+
+
+def check_dead_wire(rank: int, way: str) -> None:
+    training = Training(way)
+    training.step(rank, 0)
+    held = bits(training.state())
+    dead = failing(C10d, "vote", error=RuntimeError("the peer is gone"))
+    with pytest.raises(CollectiveError, match="the peer is gone"), dead:
+        training.step(rank, 1)
+    with pytest.raises(RuntimeError, match="an earlier step failed on this rank|desynchronized"):
+        training.step(rank, 2)
+    if way != "shards":
+        assert bits(training.state()) == held
+
+
+@pytest.mark.parametrize("way", ["module", "register", "replicas", "attach"])
+def test_after_a_collective_that_failed_no_rank_goes_on(gloo, way):
+    gloo(2, check_dead_wire, way)
