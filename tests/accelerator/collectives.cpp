@@ -159,6 +159,20 @@ struct Backend final : c10d::Backend {
     };
     return start(OpType::_REDUCE_SCATTER_BASE, {in}, {out}, work, false, averages);
   }
+  Running gather(std::vector<Tensors>& out, Tensors& in, const c10d::GatherOptions& o) override {
+    auto work = [g = gloo, o](Tensors in, Tensors out) {
+      auto lists = in_lists(out, std::max<size_t>(out.size(), 1));
+      return g->gather(lists, in, o);
+    };
+    return start(OpType::GATHER, in, flat(out), work);
+  }
+  Running scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ScatterOptions& o) override {
+    auto work = [g = gloo, o](Tensors in, Tensors out) {
+      auto lists = in_lists(in, std::max<size_t>(in.size(), 1));
+      return g->scatter(out, lists, o);
+    };
+    return start(OpType::SCATTER, flat(in), out, work);
+  }
   Running alltoall_base(
       Tensor& out, Tensor& in, std::vector<int64_t>& to, std::vector<int64_t>& from, const c10d::AllToAllOptions& o)
       override {
@@ -166,6 +180,27 @@ struct Backend final : c10d::Backend {
       return g->alltoall_base(out[0], in[0], to, from, o);
     };
     return start(OpType::ALLTOALL_BASE, {in}, {out}, work);
+  }
+  // Of several: one after the other, and the last is waited for.
+  Running allreduce_coalesced(Tensors& all, const c10d::AllreduceCoalescedOptions& o) override {
+    Running last;
+    for (auto& each : all) {
+      Tensors one{each};
+      last = allreduce(one, o);
+    }
+    return last;
+  }
+  Running allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions& o) override {
+    Running last;
+    for (size_t i = 0; i < in.size(); i++)
+      last = _allgather_base(out[i], in[i], o);
+    return last;
+  }
+  Running reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) override {
+    Running last;
+    for (size_t i = 0; i < in.size(); i++)
+      last = _reduce_scatter_base(out[i], in[i], o);
+    return last;
   }
   Running barrier(const c10d::BarrierOptions&) override {
     const Tensors one{at::zeros({1}, at::TensorOptions().device(kDevice))};

@@ -132,8 +132,10 @@ static void push(c10::Stream stream, Task task, double cost) {
   }
   queue.tasks.push_back(std::move(task));
 }
+static void overwrite(c10::Stream stream);
 void enqueue(c10::Stream stream, const std::string& name, std::function<void()> task, bool is_collective) {
   Guarded guard(runtime().lock);
+  overwrite(stream);
   const int64_t number = is_collective ? ++runtime().collectives : 0;
   push(stream, {name, std::move(task), nullptr, number}, is_collective ? kCollective : kKernel);
 }
@@ -204,8 +206,8 @@ void wait_for_all() {
 }
 
 // Memory, of the device and pinned memory of the host: caches with the rules of CUDA's. A block that is freed belongs to
-// its stream again at once, or when those are done for which it was recorded. It is overwritten there, as its next owner
-// may do: so whoever still uses it, or reads before it writes, reads NaN.
+// its stream again at once, or when those are done for which it was recorded. It is overwritten there before the next
+// kernel, as its next owner may do: so whoever still uses it, or reads before it writes, reads NaN.
 
 constexpr int kHost = -1;
 struct Block {
@@ -220,18 +222,23 @@ struct Memory {
   std::map<std::tuple<int, int64_t, size_t>, std::vector<Block*>> idle;
   std::map<char*, Block*> live;
   std::vector<Block*> freed; // still in use
+  std::map<std::pair<int, int64_t>, std::vector<Block*>> given_back; // since the last kernel of that stream
 };
 static Memory& memory() {
   static auto* made = new Memory;
   return *made;
 }
+static void overwrite(c10::Stream stream) {
+  std::vector<Block*> blocks;
+  blocks.swap(memory().given_back[{stream.device_index(), stream.id()}]);
+  for (auto* block : blocks)
+    push(stream, {"memory's next owner", [=] { memset(block->data, 0xff, block->size); }, nullptr, 0}, 0);
+}
 static void give_back(Block* block) {
   if (block->device == kHost)
     memset(block->data, 0xff, block->size);
   else
-    enqueue(stream_at(block->device, block->stream), "memory's next owner", [data = block->data, size = block->size] {
-      memset(data, 0xff, size);
-    });
+    memory().given_back[{block->device, block->stream}].push_back(block);
   memory().idle[{block->device, block->stream, block->size}].push_back(block);
 }
 static void give_back_unused() {
@@ -277,6 +284,8 @@ static void* allocate_block(size_t bytes, int device, int64_t stream) {
   } else {
     block = idle.back(); // the last freed first
     idle.pop_back();
+    if (device != kHost)
+      overwrite(stream_at(device, stream));
   }
   memory().live[block->data] = block;
   return block->data;
