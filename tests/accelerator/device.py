@@ -5,6 +5,7 @@ the rules of NCCL's: see device.h. The order in which streams run is `configure`
 """
 
 import importlib.util
+import os
 import sys
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,8 +15,6 @@ import torch
 import torch.distributed as dist
 
 from tests.accelerator.build import NAME, library
-
-ORDERS = ["side", "default"]  # streams that run only when no other can: each order finds waits that the other does not
 
 
 def _loaded() -> Any:
@@ -112,6 +111,7 @@ def _register() -> None:
 
 
 _register()
+configure(0, os.environ.get("FNDDP_TEST_LAST", ""))
 
 
 def autoload() -> None:
