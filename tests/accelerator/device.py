@@ -19,7 +19,8 @@ from tests.accelerator.build import NAME, library
 
 def _loaded() -> Any:
     spec = importlib.util.spec_from_file_location(NAME, library())
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made

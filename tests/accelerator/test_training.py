@@ -320,7 +320,11 @@ def with_two_axes(rank: int, device: str) -> Any:
     mesh = mesh_of(device, 2, 2)
     model = sharded(mesh["shard"])
     handle = compress(
-        model, mesh, shards=QUANTIZED, weights="ef21(quantize(allgather, bits=4))", replicas="error_feedback(fp16(allreduce))"
+        model,
+        mesh,
+        shards=QUANTIZED,
+        weights="ef21(quantize(allgather, bits=4))",
+        replicas="error_feedback(fp16(allreduce))",
     )
     train_shards(device, model)
     return result(model, handle.state)
