@@ -28,9 +28,9 @@ POOL_RANKS = 4
 
 
 class GlooPool:
-    """Processes that outlive tests, with a process group for each."""
+    """Processes that outlive tests, with a process group for each; they import `module` first."""
 
-    def __init__(self, ranks: int = POOL_RANKS) -> None:
+    def __init__(self, ranks: int = POOL_RANKS, module: str = __name__) -> None:
         context = forks()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.jobs = [context.Queue() for _ in range(ranks)]
@@ -39,7 +39,7 @@ class GlooPool:
         self.processes = [
             context.Process(
                 target=_serve,
-                args=(rank, self.store.port, self.jobs[rank], self.results, self.traces.name),
+                args=(rank, self.store.port, self.jobs[rank], self.results, self.traces.name, module),
                 daemon=True,
             )
             for rank in range(ranks)
@@ -49,15 +49,20 @@ class GlooPool:
         self.count = 0
 
     def run(
-        self, n: int, fn: Callable[..., Any], *arguments: Any, timeout: float = POOL_SECONDS, may_die: bool = False
+        self,
+        n: int,
+        fn: Callable[..., Any],
+        *arguments: Any,
+        timeout: float = POOL_SECONDS,
+        may_die: bool = False,
+        backend: str = "gloo",
     ) -> list[Any]:
         """Run `fn(rank, *arguments)` on the first `n` processes; `fn` must be a module-level function.
 
-        With `may_die` one that is killed in it returns None, and the pool ends with this job.
-        """
+        With `may_die` one that is killed in it returns None, and the pool ends with this job.        """
         self.count += 1
         for rank in range(n):
-            self.jobs[rank].put((self.count, n, may_die, pickle.dumps((fn, arguments))))
+            self.jobs[rank].put((self.count, n, may_die, backend, pickle.dumps((fn, arguments))))
         results: list[Any] = [None] * n
         errors: dict[int, BaseException] = {}
         traces: dict[int, str] = {}
@@ -108,19 +113,20 @@ def _trace_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank{rank}.txt"
 
 
-def _serve(rank: int, port: int, jobs: Any, results: Any, traces: str) -> None:
+def _serve(rank: int, port: int, jobs: Any, results: Any, traces: str, module: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    importlib.import_module(module)
     with _trace_file(traces, rank).open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         while True:
-            job, n, may_die, payload = jobs.get()
+            job, n, may_die, backend, payload = jobs.get()
             result, error, trace = None, None, ""
             try:
                 prefixed = dist.PrefixStore(f"job{job}", store)
                 seconds = timedelta(seconds=POOL_SECONDS / 2)
-                dist.init_process_group("gloo", rank=rank, world_size=n, store=prefixed, timeout=seconds)
+                dist.init_process_group(backend, rank=rank, world_size=n, store=prefixed, timeout=seconds)
                 prefixed.set(f"rank {rank} has begun", "")  # none ends before others are connected
                 prefixed.wait([f"rank {other} has begun" for other in range(n)], seconds)
                 fn, arguments = pickle.loads(payload)

@@ -29,10 +29,10 @@ class Net(nn.Module):
         return {"out": last(x.tanh() + self.extra(x) if extra else x)}
 
 
-def meshes(*shape: int, names: str = "replicate shard") -> DeviceMesh:
+def meshes(*shape: int, names: str = "replicate shard", kind: str = "cpu") -> DeviceMesh:
     """A mesh. DTensor remembers equal ones of earlier tests in this process, whose groups are gone."""
     debug._clear_sharding_prop_cache()
-    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split()))
+    return init_device_mesh(kind, shape, mesh_dim_names=tuple(names.split()))
 
 
 def sharded(
@@ -47,7 +47,7 @@ def sharded(
 ) -> Any:
     """`Net`, with groups of parameters for each layer."""
     torch.manual_seed(seed)
-    model = Net(checkpointed)
+    model = Net(checkpointed).to("cpu" if mesh is None else mesh.device_type)
     if frozen:
         model.layers[1].weight.requires_grad_(False)
     parts: list[Any] = [*model.layers, model.extra]

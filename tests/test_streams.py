@@ -158,6 +158,17 @@ def reading_old_means_late(text: str, found: Checker) -> None:
         kept.append(dict(step.finish().mean))
 
 
+def told_of_what_is_not_finite(text: str, found: Checker) -> None:
+    """As shards tell replicas: by a number that is made on the caller's stream, when all gradients are there."""
+    engine, leaves = engine_of(text)
+    for _ in range(3):
+        step = engine.begin()
+        step.feed_all({name: torch.ones_like(leaf) for name, leaf in reversed(leaves.items())})
+        step.watch(torch.ones(1).isinf().any())
+        read([torch.ones(1)])  # in the memory of that number, unless it is kept
+        read(step.finish().mean.values())
+
+
 def called(step: Any, sync: Sync, around: Around) -> None:
     leaves = {name: p.detach() for name, p in net().named_parameters()}
     state = sync.init(leaves)
@@ -260,7 +271,16 @@ def exchanging_parameters(text: str, found: Checker) -> None:
 SCENARIOS = [
     *(with_the_module, accumulating, with_two_models_in_a_backward, with_the_optimizer_on_another_stream, failing),
     *(weighted, with_backward_on_several_streams, with_a_leaf_that_is_missing, with_the_state_replaced),
-    *(functional, compiled, registered, reading_old_means_late, eagerly, exchanging_parameters, run_by_inductor),
+    *(
+        told_of_what_is_not_finite,
+        functional,
+        compiled,
+        registered,
+        reading_old_means_late,
+        eagerly,
+        exchanging_parameters,
+        run_by_inductor,
+    ),
 ]
 REGISTERED = [text for name, text in EXAMPLES.items() if name != "hierarchical"]  # a node alone: see GROUPS
 CASES = [

@@ -304,7 +304,12 @@ class Step:
 
     def watch(self, is_nonfinite: Tensor | bool) -> None:
         """Note whether something was not finite on this rank, for `found_nonfinite`."""
-        self._watches, self._gave_nonfinite = True, self._gave_nonfinite | is_nonfinite
+        self._watches, program = True, self._program
+        if program.stream is not None and isinstance(is_nonfinite, Tensor):
+            program.device.wait(program.stream, program.device.current())
+            program.device.keep(is_nonfinite, program.stream)
+        with self._on_side_stream():
+            self._gave_nonfinite = self._gave_nonfinite | is_nonfinite
 
     def _keep_memory(self) -> dict[int, Any]:
         """Return the parts that may have to stay as they were, by their places, and give segments copies of those."""

@@ -106,4 +106,4 @@ def all_gather_bytes(value: bytes, group: str | None, wire: Wire = C10D) -> list
 
 
 def _device(wire: Wire, group: str | None) -> torch.device:
-    return wire_device(group) if wire is C10D else torch.device("cpu")
+    return wire_device(group) if isinstance(wire, C10d) else torch.device("cpu")

@@ -1,0 +1,51 @@
+"""Ranks on the device: processes of their own, which keep it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.accelerator.build import build, missing
+from tests.ranks import GlooPool
+
+ORDERS = ["side", "default"]  # streams that run only when no other can: each order finds waits that the other does not
+
+
+@pytest.fixture(scope="session")
+def _device_pools() -> Iterator[list[GlooPool]]:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    build()
+    pools: list[GlooPool] = []
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def ranks(_device_pools: list[GlooPool]) -> Callable[..., list[Any]]:
+    """`ranks(n, last, fn, *arguments)`: the results of `fn(rank, device, *arguments)` on n ranks.
+
+    `last` is one of ORDERS, or "cpu" for the CPU and gloo.
+    """
+    if not _device_pools or not _device_pools[-1].alive:
+        _device_pools.append(GlooPool(module="tests.accelerator.device"))  # before autograd starts its threads
+
+    def run(n: int, last: str, fn: Callable[..., Any], *arguments: Any, seed: int = 0) -> list[Any]:
+        backend = "gloo" if last == "cpu" else "simccl"
+        return _device_pools[-1].run(n, _on_device, last, seed, fn, arguments, backend=backend)
+
+    return run
+
+
+def _on_device(rank: int, last: str, seed: int, fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    if last == "cpu":
+        return fn(rank, "cpu", *arguments)
+    from tests.accelerator import device
+
+    device.configure(seed, last)
+    torch.accelerator.set_device_index(rank % device.device_count())
+    result = fn(rank, f"sim:{rank % device.device_count()}", *arguments)
+    device.wait_for_all()
+    return result

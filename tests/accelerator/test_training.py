@@ -1,0 +1,427 @@
+"""Each way to train, on the device: parameters and states are those of the CPU, to the bit, in both orders of streams.
+
+Wherever the CPU's kernels run: torch decomposes LayerNorm and fused optimizers otherwise for a device that is not the
+CPU, so neither is used here.
+"""
+
+import math
+import os
+import random
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fnddp
+from fnddp import outer
+from fnddp.integrations.checkpoint import load, save
+from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
+from fnddp.laws import bits
+from tests.accelerator.conftest import ORDERS
+from tests.pipelines import nestings
+from tests.sharded import meshes, sharded
+
+pytestmark = pytest.mark.thorough
+
+STEPS = 4
+POWERSGD = "error_feedback(powersgd(bf16(allreduce), rank=2, min_compression_rate=0))"
+QUANTIZED = "error_feedback(quantize(two_shot, bits=4, block=16))"
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+class Model(nn.Module):
+    """Words, attention, and a layer that some ranks leave out in some steps."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(20, width), Norm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.extra, self.head = nn.Linear(width, width), nn.Linear(width, 20)
+
+    def forward(self, words: Tensor, extra: bool = True) -> Tensor:
+        x = self.words(words)
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(torch.softmax(q @ k.transpose(-1, -2), -1) @ v)
+        return self.head(x + self.extra(x).tanh() if extra else x)
+
+
+def made(device: str) -> Model:
+    torch.manual_seed(0)
+    return Model().to(device)
+
+
+def loss_of(model: Callable[..., Tensor], rank: int, step: int, device: str, **options: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    words = torch.randint(20, (4, 7), generator=generator).to(device)
+    return nn.functional.cross_entropy(model(words[:, :-1], **options).flatten(0, 1), words[:, 1:].flatten())
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+def module(device: str, text: str = POWERSGD, **options: Any) -> fnddp.DistributedDataParallel:
+    return fnddp.DistributedDataParallel(made(device), sync=fnddp.parse(text), bucket_cap_mb=0.002, **options)
+
+
+def result(model: nn.Module, *states: Any) -> list[Any]:
+    return bits([{name: getattr(p, "_local_tensor", p) for name, p in model.named_parameters()}, *states])
+
+
+def train(
+    rank: int, device: str, model: Any, around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext()
+) -> None:
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with around(step):
+            loss_of(model, rank, step, device).backward()
+        optimizer.step()
+
+
+# What trains: each is given the rank and the device, and returns bits.
+
+
+def with_the_module(rank: int, device: str, text: str) -> Any:
+    model = module(device, text)
+    train(rank, device, model)
+    return result(model, model.sync_state)
+
+
+def with_register(rank: int, device: str, text: str) -> Any:
+    model = TorchDDP(made(device), bucket_cap_mb=0.002, gradient_as_bucket_view=True)
+    handle = fnddp.register(model, fnddp.parse(text))
+    train(rank, device, model)
+    return result(model, handle.state)
+
+
+def functional_loss(model: nn.Module, params: dict[str, Tensor], rank: int, step: int, device: str) -> Tensor:
+    return loss_of(lambda x: torch.func.functional_call(model, params, (x,)), rank, step, device)
+
+
+def with_value_and_grad(rank: int, device: str, text: str) -> Any:
+    model, sync = made(device), fnddp.parse(text)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    run, state = fnddp.value_and_grad(lambda *given: functional_loss(model, *given), sync), sync.init(params)
+    for step in range(STEPS):
+        _, mean, state = run(params, state, rank, step, device)
+        params = {name: p - 0.1 * mean[name] for name, p in params.items()}
+    return bits([params, state])
+
+
+def with_jit(rank: int, device: str, text: str) -> Any:
+    model, sync = made(device), fnddp.parse(text)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    run, state = fnddp.jit(sync), sync.init(params)
+    for step in range(STEPS):
+        grads = torch.func.grad(lambda *given: functional_loss(model, *given))(params, rank, step, device)
+        mean, state = run(grads, state)
+        params = {name: p - 0.1 * mean[name] for name, p in params.items()}
+    return bits([params, state])
+
+
+def with_autograd_grad(rank: int, device: str, text: str) -> Any:
+    model = module(device, text)
+    for step in range(STEPS):
+        params = list(model.parameters())
+        means = torch.autograd.grad(loss_of(model, rank, step, device), params)
+        with torch.no_grad():
+            for p, mean in zip(params, means, strict=True):
+                p -= 0.1 * mean
+    return result(model, model.sync_state)
+
+
+def accumulating(rank: int, device: str) -> Any:
+    """In `.grad` that is kept, and is there or not before a backward."""
+    model = module(device)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with model.no_sync():
+            for micro in (1, 2):
+                loss_of(model, rank, 10 * micro + step, device).backward()
+        loss_of(model, rank, step, device).backward()
+        optimizer.step()
+    return result(model, model.sync_state)
+
+
+def weighted(rank: int, device: str) -> Any:
+    model = module(device)
+    train(rank, device, model, lambda step: model.weight(3 + 2 * rank + step))
+    return result(model, model.sync_state)
+
+
+def without_some_gradients(rank: int, device: str) -> Any:
+    model = module(device, find_unused_parameters=True)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, rank, step, device, extra=step % 2 == rank % 2).backward()
+        optimizer.step()
+    return result(model, model.sync_state)
+
+
+def with_two_models_in_a_backward(rank: int, device: str) -> Any:
+    one, two = module(device), module(device, QUANTIZED)
+    optimizers = [sgd(one), sgd(two)]
+    for step in range(STEPS):
+        (loss_of(one, rank, step, device) + loss_of(two, rank, step + 10, device)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [result(one, one.sync_state), result(two, two.sync_state)]
+
+
+def stream_of(device: str) -> Any:
+    return nullcontext() if device == "cpu" else torch.Stream(device)
+
+
+def with_the_optimizer_on_another_stream(rank: int, device: str) -> Any:
+    model, side = module(device), stream_of(device)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        loss_of(model, rank, step, device).backward()
+        if device != "cpu":
+            side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            optimizer.step()
+        if device != "cpu":
+            for p in model.parameters():
+                p.grad.record_stream(side)
+            torch.accelerator.current_stream().wait_stream(side)
+        optimizer.zero_grad()
+    return result(model, model.sync_state)
+
+
+def on_another_stream(rank: int, device: str) -> Any:
+    with stream_of(device):
+        return with_the_module(rank, device, POWERSGD)
+
+
+def reading_means_late(rank: int, device: str) -> Any:
+    """Of earlier steps, while later ones run."""
+    model, kept = module(device), list[Any]()
+    for step in range(STEPS):
+        model.zero_grad()
+        loss_of(model, rank, step, device).backward()
+        kept.append({name: p.grad for name, p in model.named_parameters()})
+    return bits([kept, model.sync_state])
+
+
+def with_autocast(rank: int, device: str) -> Any:
+    model = module(device)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        with torch.autocast(device.split(":")[0], dtype=torch.bfloat16):
+            loss = loss_of(lambda x: model(x).float(), rank, step, device)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return result(model, model.sync_state)
+
+
+def with_a_loss_scaler(rank: int, device: str, text: str) -> Any:
+    """One rank overflows in one step, which changes nothing."""
+    model = module(device, text)
+    optimizer, scaler = sgd(model), torch.amp.GradScaler(device.split(":")[0])
+    for step in range(STEPS):
+        factor = math.inf if step == 1 and rank == 1 else 1.0
+        scaler.scale(loss_of(model, rank, step, device) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    found = result(model, model.sync_state, scaler.get_scale())
+    assert scaler.get_scale() < 2**16
+    assert all(p.isfinite().all() for p in model.parameters())
+    return found
+
+
+def with_a_checkpoint(rank: int, device: str) -> Any:
+    """A run that goes on from it ends where the uninterrupted one does."""
+    folder: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, device=torch.device(device))
+    first = module(device)
+    train(rank, device, first)
+    save(folder[0], first)
+    again = module(device)
+    load(folder[0], again)
+    for model in (first, again):
+        train(rank + 5, device, model)
+    ends = [result(model, model.sync_state) for model in (first, again)]
+    assert ends[0] == ends[1]
+    return ends[0]
+
+
+def with_outer_steps(rank: int, device: str, text: str) -> Any:
+    model = made(device)
+    optimizer = sgd(model)
+    attached = outer.attach(model, optimizer, outer.parse(text))
+    for step in range(10):
+        optimizer.zero_grad()
+        loss_of(model, rank, step, device).backward()
+        optimizer.step()
+    return result(model, attached.state)
+
+
+def train_shards(device: str, model: Any, around: Any = lambda _: nullcontext()) -> None:
+    optimizer = sgd(model)
+    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    for step in range(STEPS):
+        with around(step):
+            x = torch.randn(4, 6, generator=generator).to(device)
+            model(x)["out"].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def mesh_of(device: str, *shape: int) -> Any:
+    return meshes(*shape, kind=device.split(":")[0])
+
+
+def with_shards(rank: int, device: str, gradients: str, weights: str | None) -> Any:
+    model = sharded(mesh_of(device, 1, 2)["shard"])
+    shards = compress_shards(model, gradients, weights=weights)
+    train_shards(device, model)
+    return result(model, shards.state)
+
+
+def with_weighted_shards(rank: int, device: str) -> Any:
+    model = sharded(mesh_of(device, 1, 2)["shard"])
+    shards = compress_shards(model, "two_shot")
+    train_shards(device, model, lambda step: shards.weight(2 + rank + step))
+    return result(model, shards.state)
+
+
+def with_replicas(rank: int, device: str, text: str) -> Any:
+    mesh = mesh_of(device, 2, 2)
+    model = sharded(mesh["shard"])
+    replicas = compress_replicas(model, text, mesh["replicate"])
+    train_shards(device, model)
+    return result(model, replicas.state)
+
+
+def with_two_axes(rank: int, device: str) -> Any:
+    mesh = mesh_of(device, 2, 2)
+    model = sharded(mesh["shard"])
+    handle = compress(
+        model,
+        mesh,
+        shards=QUANTIZED,
+        weights="ef21(quantize(allgather, bits=4))",
+        replicas="error_feedback(fp16(allreduce))",
+    )
+    train_shards(device, model)
+    return result(model, handle.state)
+
+
+def with_two_levels(rank: int, device: str, text: str) -> Any:
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    names = {"inside": inside[rank // 2].group_name, "across": across[rank % 2].group_name}
+    return with_the_module(rank, device, text.format(**names))
+
+
+PIPELINES = [
+    "allreduce",
+    POWERSGD,
+    QUANTIZED,
+    "skip_nonfinite(error_feedback(fp16(allreduce)))",
+    "partition({{'*weight': error_feedback(every(2, powersgd(allreduce, rank=2))), '*': delayed(bf16(allreduce))}})",
+]
+WAYS = [with_the_module, with_register, with_value_and_grad, with_jit, with_autograd_grad]
+LEVELS = [
+    "hierarchical(error_feedback(powersgd(all_reduce('{across}'), min_compression_rate=0)), intra='{inside}')",
+    "hierarchical(quantize(all_gather('{across}')), intra='{inside}')",
+]
+TWO: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+    *((way, (text,)) for way, text in product(WAYS, PIPELINES[:4])),
+    *((each, ()) for each in (accumulating, weighted, without_some_gradients, with_two_models_in_a_backward)),
+    *((each, ()) for each in (with_the_optimizer_on_another_stream, on_another_stream, reading_means_late)),
+    *((each, ()) for each in (with_autocast, with_a_checkpoint, with_weighted_shards)),
+    *((with_a_loss_scaler, (text,)) for text in (POWERSGD, QUANTIZED)),
+    (with_outer_steps, ("diloco(allreduce, every=3)",)),
+    (with_outer_steps, ("streaming_diloco(quantize(two_shot, bits=4), every=4, fragments=2, delay=3, alpha=0.5)",)),
+    (with_shards, ("bf16(two_shot)", None)),
+    (with_shards, (QUANTIZED, "ef21(quantize(allgather, bits=4))")),
+]
+FOUR: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+    (with_replicas, (POWERSGD,)),
+    (with_replicas, (QUANTIZED,)),
+    (with_two_axes, ()),
+    *((with_two_levels, (text,)) for text in LEVELS),
+]
+
+
+def named(value: Any) -> str | None:
+    return getattr(value, "__name__", None)
+
+
+@pytest.mark.parametrize(
+    ("n", "trained", "given"), [*((2, *each) for each in TWO), *((4, *each) for each in FOUR)], ids=named
+)
+def test_the_bits_are_the_cpus(ranks, n, trained, given):
+    want = ranks(n, "cpu", trained, *given)
+    for last in ORDERS:
+        assert ranks(n, last, trained, *given) == want, f"{last} streams last"
+
+
+# Any nesting
+
+
+def sample(number: int, size: int) -> list[str]:
+    drawing = settings(
+        database=None, derandomize=False, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    )
+    found: dict[str, None] = {}
+
+    @seed(number)
+    @settings(drawing, max_examples=4 * size)
+    @given(nestings())
+    def draw(sync: fnddp.Sync) -> None:
+        found.setdefault(repr(sync))
+
+    draw()
+    return random.Random(number).sample(list(found), size)
+
+
+def train_small(rank: int, device: str, texts: list[str]) -> dict[str, Any]:
+    ends = {}
+    for text in texts:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).to(device)
+        model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(text), bucket_cap_mb=0.0002)
+        optimizer, generator = sgd(model), torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, generator=generator).to(device)).square().mean().backward()
+            optimizer.step()
+        ends[text] = result(model, model.sync_state)
+    return ends
+
+
+def test_any_nesting_has_the_bits_of_the_cpu(ranks):
+    """Of a sample of 60, another one in each run, unless FNDDP_TEST_SEED names it."""
+    number = int(os.environ.get("FNDDP_TEST_SEED", random.SystemRandom().randrange(2**32)))
+    print(f"FNDDP_TEST_SEED={number}")
+    texts = sample(number, 60)
+    want = ranks(2, "cpu", train_small, texts)
+    for last, mine in zip(ORDERS, (texts[::2], texts[1::2]), strict=True):
+        for rank, ends in enumerate(ranks(2, last, train_small, mine, seed=number)):
+            different = [text for text in mine if ends[text] != want[rank][text]]
+            assert different == [], f"{last} streams last, FNDDP_TEST_SEED={number}"
