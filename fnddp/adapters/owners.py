@@ -69,14 +69,14 @@ class _OwnerSteps(Steps):
         self.found(step.found_nonfinite)
         return done
 
-    def _write(self, done: Synchronized, backward: Any) -> None:
+    def _write(self, done: Synchronized, taken: Any) -> None:
         for name, mean in done.mean.items():
             if name in done.unused and not (self.engine.sync.gives_later and bool(mean.any())):
                 continue
             self.parameters[name].grad = None
-            self.receive(name, mean, backward.sparse.get(name))
+            self.receive(name, mean, taken.sparse.get(name))
 
-    def _feed_with_placeholder(self, backward: Any, name: str, grad: Tensor) -> Tensor:
+    def _feed_with_placeholder(self, taken: Any, name: str, grad: Tensor) -> Tensor:
         self._stop(
             "gradients go to their owners, so torch.autograd.grad and create_graph=True have none to return on other "
             "ranks; call backward(), or differentiate the module itself, model.module"
@@ -84,7 +84,7 @@ class _OwnerSteps(Steps):
 
     def synchronize(self, grads: Mapping[str, Tensor], forward_weight: Any) -> Leaves:
         error = TypeError("own: torch.func has no owners; use fnddp.to_owners and fnddp.to_all on its gradients")
-        self.leave_out(error)
+        self.backward.fail_next(error)
         raise error
 
 
@@ -299,8 +299,8 @@ class OwnerDataParallel(DistributedDataParallel):
             sharded.check()
             done = step(*args, **kwargs)
         except BaseException as error:
-            for engine in fail_next({sharded.engine: error}):
-                engine.fail(error)
+            fail_next({sharded.engine: error})
+            sharded.engine.fail(error)
             self._engine.broken = error
             raise
         try:
