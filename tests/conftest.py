@@ -20,8 +20,8 @@ from tests.ranks import GlooPool
 from tests.traces import OnOneCore
 
 # torch_suite changes torch, in processes of its own (see test_torch_suite.py); mutation is run by hand;
-# preload is for processes that tests fork.
-collect_ignore = ["torch_suite", "mutation", "preload.py"]
+# preload is for processes that tests fork, and accelerator/device.py makes a device of the process that imports it.
+collect_ignore = ["torch_suite", "mutation", "preload.py", "accelerator/device.py"]
 
 _EITHER = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fnddp", max_examples=60, derandomize=True, **_EITHER)

@@ -59,7 +59,7 @@ class GlooPool:
     ) -> list[Any]:
         """Run `fn(rank, *arguments)` on the first `n` processes; `fn` must be a module-level function.
 
-        With `may_die` one that is killed in it returns None, and the pool ends with this job.        """
+        With `may_die` one that is killed in it returns None, and the pool ends with this job."""
         self.count += 1
         for rank in range(n):
             self.jobs[rank].put((self.count, n, may_die, backend, pickle.dumps((fn, arguments))))
