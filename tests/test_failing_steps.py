@@ -61,7 +61,7 @@ class Training:
         elif way == "shards and replicas":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             self.model = sharded(mesh["shard"])
-            handle = compress(self.model, mesh, shards=SHARDS, replicas=LOSSY)
+            handle = compress(self.model, mesh, gradients=SHARDS, replicas=LOSSY)
             self.state = lambda: handle.state
         else:
             self.model = network()

@@ -322,7 +322,7 @@ def with_two_axes(rank: int, device: str) -> Any:
     handle = compress(
         model,
         mesh,
-        shards=QUANTIZED,
+        gradients=QUANTIZED,
         weights="ef21(quantize(allgather, bits=4))",
         replicas="error_feedback(fp16(allreduce))",
     )
