@@ -156,7 +156,7 @@ def test_adamw_is_torchs_zero_redundancy_optimizer(rank: int):
     require_equal(ours, theirs)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_few_bits_on_both_hops_train_all_ranks_alike(rank: int):
     owned, every, model_bytes = Owned(FEW_BITS), Everywhere(), 4 * sum(p.numel() for p in net().parameters())
     for step in range(6):
