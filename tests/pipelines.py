@@ -58,6 +58,9 @@ EXAMPLES = {
     "dct_topk": "dct_topk(bf16(allgather), chunk=8, k=6)",
 }
 
+HALVES = ("to_owners", "to_all")
+"""Examples of a half of a mean, which gives ranks other leaves."""
+
 LOSSLESS = [
     "allreduce",
     "hierarchical(none)",
