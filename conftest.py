@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 _PEERS = {"huggingface.py": "accelerate", "lightning.py": "lightning", "torchft.py": "torchft"}  # in `fnddp[test]`
 
-collect_ignore = ["tests/typed.py"]  # for type checkers: half of it is wrong
 collect_ignore_glob = [f"fnddp/integrations/{files}" for files, peer in _PEERS.items() if find_spec(peer) is None]
 
 

@@ -21,7 +21,7 @@ from tests.traces import OnOneCore
 
 # torch_suite changes torch, in processes of its own (see test_torch_suite.py); mutation is run by hand;
 # preload is for processes that tests fork, and accelerator/device.py makes a device of the process that imports it.
-collect_ignore = ["torch_suite", "mutation", "preload.py", "accelerator/device.py"]
+collect_ignore = ["torch_suite", "mutation", "preload.py", "accelerator/device.py", "typed.py"]
 
 _EITHER = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fnddp", max_examples=60, derandomize=True, **_EITHER)
