@@ -1,10 +1,12 @@
 """Muon on FSDP2's shards: the weights of torch's Muon on whole matrices, on shards of any number, and of HSDP."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -114,6 +116,37 @@ def test_clipping_and_what_others_write_count(rank: int):
     muon.step()
     for got, want in zip(sharded.weights(), model.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-3)  # Muon computes in bfloat16
+
+
+@pytest.mark.parametrize("through", ["torch.distributed.checkpoint", "to_local", "data"])
+@on_ranks(2)
+def test_what_is_written_into_shards_themselves_counts(rank: int, through: str, tmp_path: Path):
+    """A parameter has no trace of it: `dcp.load` into a `state_dict` writes to shards in place."""
+    sharded = Sharded(*FEW_BITS)
+    sharded.step(rank, 0)
+    halves = {name: p.detach() * 0.5 for name, p in sharded.net.named_parameters()}
+    if through == "torch.distributed.checkpoint":
+        dcp.save(halves, checkpoint_id=tmp_path)
+        dcp.load(sharded.net.state_dict(), checkpoint_id=tmp_path)
+    else:
+        for p in sharded.net.parameters():
+            (p.detach().to_local() if through == "to_local" else p.data).mul_(0.5)
+    sharded.step(rank, 1)
+    for got, half in zip(sharded.weights(), halves.values(), strict=True):
+        torch.testing.assert_close(got, half.full_tensor(), rtol=0, atol=0.07)  # one step of 0.02, in 4 bits
+
+
+@on_ranks(2)
+def test_random_numbers_of_a_run_that_is_resumed_go_on(rank: int):
+    sharded, again = (Sharded("quantize(allgather, bits=2, rounding='stochastic')") for _ in range(2))
+    for step in range(2):
+        sharded.step(rank, step)
+    again.net.load_state_dict({name: p.clone() for name, p in sharded.net.state_dict().items()})
+    again.matrices.load_optimizer_state_dict(sharded.matrices.optimizer_state_dict())
+    for each in (sharded, again):
+        each.step(rank, 2)
+    for got, want in zip(again.weights(), sharded.weights(), strict=True):
+        assert torch.equal(got, want)
 
 
 @on_ranks(2)

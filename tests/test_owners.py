@@ -454,6 +454,53 @@ def test_a_state_loads_into_optimizers_without_owners_and_back(rank: int):
 
 
 @on_ranks(2)
+def test_a_state_of_optimizers_without_owners_leaves_the_weights_that_were_loaded_before(rank: int):
+    """It has no weights of owners, who then have those of the model."""
+    owned, every = Owned(FEW_BITS), Everywhere()
+    for each in (owned, every):
+        each.step(rank, 0)
+    owned.net.load_state_dict({name: p * 0.5 for name, p in every.net.state_dict().items()})
+    owned.model.load_optimizer_state_dict(get_optimizer_state_dict(every.net, every.optimizers))
+    loaded = weights(owned.net)
+    owned.step(rank, 1)
+    for name, p in weights(owned.net).items():
+        torch.testing.assert_close(p, loaded[name], rtol=0, atol=0.1)  # a step of 0.02, in 4 bits
+
+
+@on_ranks(2)
+def test_a_state_of_optimizers_with_frozen_parameters(rank: int):
+    owned, every = (object.__new__(of) for of in (Owned, Everywhere))
+    for each in (owned, every):
+        each.net = net()
+        each.net.layers[0].requires_grad_(False)
+        each.optimizers = optimizers(each.net)
+    owned.model = fnddp.own(owned.net, owned.optimizers)
+    every.model = fnddp.DistributedDataParallel(every.net, sync="two_shot")
+    for step in range(3):
+        for each in (owned, every):
+            each.step(rank, step, True)
+        if step == 0:
+            owned.model.load_optimizer_state_dict(owned.model.optimizer_state_dict())
+        if step == 1:
+            owned.model.load_optimizer_state_dict(get_optimizer_state_dict(every.net, every.optimizers))
+    require_equal(owned.net, every.net)
+
+
+@on_ranks(2)
+def test_random_numbers_of_a_run_that_is_resumed_go_on(rank: int, tmp_path: Path):
+    hops = {"gradients": "two_shot", "weights": "ef21(quantize(allgather, bits=2, rounding='stochastic'))"}
+    owned, again = Owned(hops), Owned(hops)
+    for step in range(2):
+        owned.step(rank, step, True)
+    dcp.save({"optimizer": owned.model.optimizer_checkpoint()}, checkpoint_id=tmp_path)
+    again.net.load_state_dict(owned.net.state_dict())
+    dcp.load({"optimizer": again.model.optimizer_checkpoint()}, checkpoint_id=tmp_path)
+    for each in (owned, again):
+        each.step(rank, 2, True)
+    require_equal(again.net, owned.net)
+
+
+@on_ranks(2)
 def test_a_state_from_before_is_divided(rank: int):
     model, every = net(), Everywhere()
     mine = optimizers(model)

@@ -20,7 +20,8 @@ from fnddp.core.agreement import agree
 from fnddp.core.codec import Codec
 from fnddp.core.group import Group, group_name
 from fnddp.core.parse import pipeline_of
-from fnddp.core.state import describe
+from fnddp.core.state import describe, load_state_dict
+from fnddp.core.state import state_dict as of_state
 from fnddp.core.sync import State, Sync, all_in
 from fnddp.core.tree import Leaves
 from fnddp.ir.program import LeafSpec
@@ -51,6 +52,7 @@ ELEMENTWISE = frozenset(
 CUT = 2**14
 """Elements from which a leaf is cut by rows."""
 
+CODECS = "codecs."
 WEIGHTS = "weights."
 STATE = "state."
 
@@ -152,7 +154,7 @@ class _Sharded:
             each["params"] = [self.own.get(before.get(id(p), ""), p) for p in each["params"]]
 
     def check(self) -> None:
-        """Take over what has been written to the model's parameters since the last step.
+        """Follow the model's parameters; see `follow`.
 
         Raises:
             RuntimeError: A gradient was never synchronized, or the optimizer has new parameters.
@@ -171,18 +173,19 @@ class _Sharded:
                     f"own: {name!r} has a gradient that no backward has synchronized, of a backward within no_sync, or "
                     "of the module itself; run the last backward of a step outside of no_sync, on the wrapped model"
                 )
-            self._follow(name, p)
+        self.follow()
 
-    def _follow(self, name: str, p: nn.Parameter) -> None:
-        if name not in self.own:
-            return
-        rows = self.owners.own(name, p.detach(), self.rank)
-        if not self.is_apart:
-            if self.own[name].data_ptr() != rows.data_ptr():  # .data is another tensor now
-                self.own[name].data = rows
-        elif p._version != self._versions[name]:  # loaded, or changed by hand
-            self.own[name].detach().copy_(rows)
-            self._versions[name] = p._version
+    def follow(self) -> None:
+        """Take over what has been written to the model's parameters since the last step, or loaded into them."""
+        for name, own in self.own.items():
+            p = self.parameters[name]
+            rows = self.owners.own(name, p.detach(), self.rank)
+            if not self.is_apart:
+                if own.data_ptr() != rows.data_ptr():  # .data is another tensor now
+                    own.data = rows
+            elif p._version != self._versions[name]:
+                own.detach().copy_(rows)
+                self._versions[name] = p._version
 
     @torch.no_grad()
     def send(self) -> None:
@@ -211,10 +214,6 @@ class _Sharded:
             elif self.is_apart or self.owners.owner(name) != self.rank:
                 p.copy_(value)
             self._versions[name] = p._version
-
-    def note_versions(self) -> None:
-        """Take the model's parameters for what the owner's weights belong to, as after a load of both."""
-        self._versions = {name: p._version for name, p in self.parameters.items()}
 
     def fill_state(self) -> None:
         """Give an optimizer without a state one, by a step of length zero: a checkpoint is loaded into it."""
@@ -477,10 +476,10 @@ class OwnerDataParallel(DistributedDataParallel):
                 indexed.append({**options, "params": list(range(at, at + len(held["params"])))})
                 at += len(held["params"])
             each.optimizer.load_state_dict({"state": state, "param_groups": indexed})
+            each.follow()  # of weights that were loaded: a state of other hops has none of owners
             for name, whole in dict(saved.get("weights", {})).items():
                 if name in each.own and each.is_apart:
                     each.own[name].detach().copy_(self._own_part(each, name, whole))
-            each.note_versions()
         for each, codecs in zip(self._sharded, saved.get("codecs", []), strict=False):
             each.engine.state = codecs
 
@@ -489,7 +488,8 @@ class OwnerDataParallel(DistributedDataParallel):
         return OptimizerCheckpoint(self)
 
     def _names(self, each: _Sharded) -> list[list[str]]:
-        name_of = {id(p): name for name, p in (*each.parameters.items(), *each.own.items())}
+        everyone = *self.module.named_parameters(), *each.parameters.items(), *each.own.items()  # frozen ones, too
+        name_of = {id(p): name for name, p in everyone}
         return [[name_of[id(p)] for p in g["params"] if id(p) in name_of] for g in each.optimizer.param_groups]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -552,6 +552,8 @@ class OptimizerCheckpoint:
                 if each.is_apart:
                     entries[f"{WEIGHTS}{name}"] = p.detach()
                 saved |= {key: self._global(each, name, p, value) for key, value in entries.items()}
+        for i, each in enumerate(model._sharded):  # pyright: ignore[reportPrivateUsage]
+            saved |= {f"{CODECS}{i}.{key}": value for key, value in of_state(each.engine.state).items()}
         saved["param_groups"] = model._groups()  # pyright: ignore[reportPrivateUsage]
         return saved
 
@@ -560,14 +562,18 @@ class OptimizerCheckpoint:
         model = self._model
         state: dict[str, dict[str, Any]] = {}
         weights: dict[str, Tensor] = {}
-        for each in model._sharded:  # pyright: ignore[reportPrivateUsage]
+        codecs: list[State] = []
+        for i, each in enumerate(model._sharded):  # pyright: ignore[reportPrivateUsage]
+            before = each.engine.state
+            saved = {key: state_dict[f"{CODECS}{i}.{key}"] for key in of_state(before)}
+            codecs.append(load_state_dict(before, saved))
             for name, p in each.own.items():
                 keys = each.optimizer.state.get(p, {})
                 state[name] = {key: _local(state_dict[f"{STATE}{name}.{key}"]) for key in keys}
                 if each.is_apart:
-                    weights[name] = _local(state_dict[f"{WEIGHTS}{name}"])
+                    weights[name] = _local(state_dict[f"{WEIGHTS}{name}"]).clone()  # loaded in place, into the owner's
         groups = state_dict["param_groups"]
-        model.load_optimizer_state_dict({"state": state, "param_groups": groups, "weights": weights})
+        model.load_optimizer_state_dict({"state": state, "param_groups": groups, "weights": weights, "codecs": codecs})
 
     def _global(self, each: _Sharded, name: str, p: Tensor, value: Any) -> Any:
         if each.owners.owner(name) is not None or not isinstance(value, Tensor) or value.shape != p.shape:

@@ -56,7 +56,7 @@ class Matrices:
         self._own: dict[str, nn.Parameter] = {}
         self._seen: Leaves = {}  # what shards hold of them, for differences
         self._steps, self._failure = 0, None
-        self._versions: dict[str, int] = {}
+        self._noted: Leaves = {}  # shards after the last step: loading into them leaves no other trace
         self._gather()
         step = optimizer.step
 
@@ -87,7 +87,11 @@ class Matrices:
         self._note()
 
     def _note(self) -> None:
-        self._versions = {name: p._version for name, p in self._parameters.items()}
+        self._noted = {name: shard.clone() for name, shard in self._held().items()}
+
+    @torch.no_grad()
+    def _held(self) -> Leaves:
+        return {name: p.to_local() for name, p in self._parameters.items()}
 
     def _step(self, step: Any, args: Any, kwargs: Any) -> Any:
         if self._failure is not None:
@@ -95,8 +99,9 @@ class Matrices:
         problem: BaseException | None = None
         if args or kwargs.get("closure") is not None:
             problem = TypeError("own_matrices: step got a closure, which would see shards of before; leave it out")
-        changed = any(p._version != self._versions[name] for name, p in self._parameters.items())
-        self._agree(problem, _CHANGED if changed else _SAME, "refused its arguments, and nothing has changed")
+        changed = [(shard != self._noted[name]).any() for name, shard in self._held().items()]
+        said = _CHANGED if torch.stack(changed).any() else _SAME
+        self._agree(problem, said, "refused its arguments, and nothing has changed")
         if self._said == _CHANGED:
             self._gather()
         with torch.no_grad():
@@ -232,11 +237,13 @@ class Matrices:
             "state": {name: everyone[name]["state"] for name in self._parameters if everyone[name]["state"]},
             "weights": {name: everyone[name]["weights"] for name in self._parameters if self._weights},
             "param_groups": groups,
+            "steps": self._steps,
         }
 
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load the result of `optimizer_state_dict`, of any number of ranks, after the model's. All ranks call it."""
         self._gather()
+        self._steps = saved.get("steps", 0)  # by which codecs draw random numbers
         for group, of in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
             group |= {key: value for key, value in of.items() if key != "params"}
         for name, own in self._own.items():
@@ -261,7 +268,8 @@ def own_matrices(
     matrices; the optimizer runs there, on whole matrices, once for each; and the rows of the result go back as shards
     in another. Owners are balanced by rows x columns x the smaller of both. Until the step all is FSDP's: gradients are
     shards, so clipping and loss scalers work as with any DTensor. An owner keeps the matrix and the optimizer's state
-    of it: 1 / n of all, in addition to its shards. With HSDP each replica does the same.
+    of it: 1 / n of all, in addition to its shards. Each rank keeps a copy of its shards of matrices, to notice what is
+    loaded into them. With HSDP each replica does the same.
 
     The wrong choice for optimizers that compute each element by itself: those run on shards.
 
