@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 import fnddp
@@ -548,22 +547,6 @@ def test_what_does_not_fit_raises_on_all_ranks(rank: int) -> None:
     kind, text = (TypeError, "does not fit") if rank else (RankMismatchError, "rank 1: .*failed with TypeError")
     with pytest.raises(kind, match=text):
         compress_shards(sharded(), "allreduce" if rank else "two_shot")
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(not hasattr(_fsdp_common, "ShardPlacementResult"), reason="a module has one group in torch 2.11")
-@on_ranks(4)
-def test_several_meshes_in_one_module_raise(rank: int) -> None:
-    fsdp: Any = _fsdp_common
-    mesh = meshes(2, 2, names="a b")
-    infos = [fsdp.FSDPMeshInfo(mesh=mesh[dim], shard_mesh_dim=0) for dim in ("a", "b")]
-
-    def place(parameter: nn.Parameter) -> Any:
-        return fsdp.ShardPlacementResult(placement=Shard(0), mesh_info=infos[parameter.ndim - 1])
-
-    model: Any = fully_shard(Net(), mesh=mesh["a"], shard_placement_fn=place)
-    with pytest.raises(TypeError, match="the model has 2 groups of parameters, over meshes of their own"):
-        compress_shards(model, "two_shot")
 
 
 @pytest.mark.thorough
