@@ -19,7 +19,7 @@ from fnddp.plan.passes.simplify import fuse, simplify
 from fnddp.plan.passes.trace import trace
 from fnddp.plan.plan import Plan
 from fnddp.wire.groups import World, within
-from tests.pipelines import EXAMPLES, grads
+from tests.pipelines import EXAMPLES, HALVES, grads
 from tests.ranks import on_ranks
 from tests.test_passes import Applied
 
@@ -249,7 +249,9 @@ def test_offline_plans_and_wire_bytes_are_those_of_a_real_world(rank: int, text:
         assert counter.collectives <= eager.collectives
     if "max" not in text:
         plan, offline = lower(sync, LARGE_TREE), lower(sync, LARGE_TREE, world_size=2)
-        assert (plan.collectives, plan.wire_bytes, str(plan)) == (offline.collectives, offline.wire_bytes, str(offline))
+        assert (plan.collectives, plan.wire_bytes) == (offline.collectives, offline.wire_bytes)
+        if rank == 0 or text not in [EXAMPLES[name] for name in HALVES]:  # offline plans are those of the first rank
+            assert str(plan) == str(offline)
         sizes = {c.world_size for c in lower(sync, LARGE_TREE, world_size=1024).collectives}
         assert sizes == ({1024} if plan.collectives else set())  # none sends nothing, and every not in its first step
 

@@ -1,6 +1,5 @@
 """The two halves of a mean: each leaf to the rank that owns it, and what owners have made of theirs to all."""
 
-import heapq
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -66,16 +65,14 @@ class Owners:
         """
         apart = frozenset(cut)
         cost = {path: float(leaf.numel() if costs is None else costs[path]) for path, leaf in leaves.items()}
-        load = [(sum(cost[path] for path in apart) / n, rank) for rank in range(n)]
+        load = [sum(cost[path] for path in apart) / n] * n
         whole: dict[str, int] = {}
         arriving = [path for path in reversed([*leaves]) if path not in apart]
         for path in sorted(arriving, key=lambda path: -cost[path]):
-            least, rank = heapq.heappop(load)
-            whole[path] = rank
-            heapq.heappush(load, (least + cost[path], rank))
+            whole[path] = rank = load.index(min(load))
+            load[rank] += cost[path]
         shapes = tuple((path, leaf.shape) for path, leaf in leaves.items())
-        in_order = {rank: each for each, rank in load}
-        return cls(n, shapes, tuple(whole.items()), tuple(in_order[rank] for rank in range(n)))
+        return cls(n, shapes, tuple(whole.items()), tuple(load))
 
     def rows(self, path: str, rank: int) -> tuple[int, int]:
         """Return the first row of the leaf that `rank` owns, and the one behind the last; a scalar is one row."""
