@@ -126,11 +126,8 @@ class _Sharded:
 
     def _sent_like(self, name: str, device: str | None = None) -> Tensor:
         p = self.parameters[name]
-        dtype = p.dtype if self._is_exact and not self.sends_differences else self._dtype(name)
+        dtype = p.dtype if self._is_exact and not self.sends_differences else self._dtypes[name]
         return torch.empty(self.owners.sent_shape(name), dtype=dtype, device=device or p.device)
-
-    def _dtype(self, name: str) -> torch.dtype:
-        return self._dtypes[name]
 
     def _take(self, dtype: torch.dtype | None) -> None:
         """Put what this rank owns in place of the model's parameters, with the state that the optimizer has of them."""
