@@ -184,14 +184,15 @@ class Sync(Expression, abc.ABC):
     @property
     def ops(self) -> frozenset[str]:
         """The reductions over ranks ("mean", "sum", ...) of all reducers inside."""
-        return frozenset[str]().union(*(child.ops for child in self.children()))
+        none: frozenset[str] = frozenset()  # Dynamo traces no call of frozenset[...]
+        return none.union(*(child.ops for child in self.children()))
 
     @property
     def groups(self) -> frozenset[str | None] | None:
         """The names of the process groups it reduces over; None if a reducer inside, such as a hook, does not say."""
         inner = [child.groups for child in self.children()]
         known = [groups for groups in inner if groups is not None]
-        none: frozenset[str | None] = frozenset()  # Dynamo traces no call of frozenset[...]
+        none: frozenset[str | None] = frozenset()
         return none.union(*known) if inner and known == inner else None
 
     def reduces(self, path: str) -> bool:
