@@ -369,6 +369,25 @@ def test_exchanges_are_weighted_by_the_tokens_since_the_last_one(rank: int, dela
 
 
 @on_ranks(2, threads=True)
+def test_tokens_are_kept_in_a_checkpoint(rank: int):
+    found: list[Any] = []
+    for is_resumed in (False, True):
+        model = make_model()
+        attached = outer.attach(model, None, outer.local_sgd(every=2))
+        attached.count(1 + 2 * rank)
+        attached.step()
+        if is_resumed:
+            saved = copy.deepcopy(attached.state_dict())
+            attached = outer.attach(model, None, outer.local_sgd(every=2))
+            attached.load_state_dict(saved)
+        for p in model.parameters():
+            p.data.add_(4.0 * (rank + 1))
+        attached.step()
+        found.append(bits(parameters(model)))
+    assert found[0] == found[1]
+
+
+@on_ranks(2, threads=True)
 def test_ranks_of_which_one_counts_no_tokens_are_told_so(rank: int):
     _, _, attached = attached_model("local_sgd(every=1)")
     if rank == 0:

@@ -153,6 +153,19 @@ def test_an_exchange_that_fails_on_one_rank_fails_on_all_of_all_workers_and_writ
 
 
 @on_ranks(4)
+def test_a_worker_of_which_some_ranks_count_no_tokens_is_told_of_on_all_ranks(rank: int):
+    mesh = workers()
+    model = sharded(mesh["shard"])
+    attached = outer.attach(model, None, outer.local_sgd(every=1), group=mesh["worker"])
+    if rank != 1:
+        attached.count(3)
+    with pytest.raises(ValueError, match="only 1 of the 2 ranks of its worker have called count" if rank < 2 else "weight"):
+        attached.step()
+    attached.count(0)
+    attached.step()
+
+
+@on_ranks(4)
 def test_a_forward_that_leaves_weights_whole_hides_nothing_of_what_is_exchanged(rank: int):
     mesh, worker = workers(), rank // 2
     model = sharded(mesh["shard"])

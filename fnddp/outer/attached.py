@@ -1,5 +1,6 @@
 """Outer steps in a training script: each runs after `optimizer.step()`; exchanges overlap with training."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ from fnddp.torch_private import without_autocast
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
+from fnddp.wire.weights import Weight
+
+_TOKENS, _TOKENS_SENT = "tokens", "tokens sent"
 
 
 class Overlapped(Exchanges):
@@ -39,7 +43,7 @@ class Overlapped(Exchanges):
         wire: Wire,
         check: Callable[[], None],
         other_groups: Collection[str | None] = (),
-        weight: Callable[[str], float | None] = lambda name: None,
+        weight: Callable[[str], float | Weight | None] = lambda name: None,
     ) -> None:
         self._wire, self._check, self._other_groups, self._weight = wire, check, other_groups, weight
         self._engines: dict[tuple[str, Sync], Engines] = {}
@@ -263,11 +267,14 @@ class Attached:
         """
         self._tokens = (self._tokens or 0) + tokens
 
-    def _weight(self, name: str) -> float | None:
-        if self._tokens is None:
+    def _weight(self, name: str) -> float | Weight | None:
+        counting = self._shards.total(int(self._tokens is not None))
+        if not counting:
             return None
-        self._tokens_at[name] = self._tokens
-        return self._shards.total(self._tokens - self._tokens_sent.get(name, 0))
+        self._tokens_at[name] = self._tokens or 0
+        total = self._shards.total(self._tokens_at[name] - self._tokens_sent.get(name, 0))
+        told = f"none, since only {counting} of the {self._shards.ranks} ranks of its worker have called count()"
+        return total if counting == self._shards.ranks else Weight(math.nan, told)
 
     def join(self, saved: Mapping[str, Any]) -> None:
         """Load another rank's `replicated_state_dict`, and continue from its anchor with no tokens counted.
@@ -296,13 +303,16 @@ class Attached:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as a flat dict, like `fnddp.state_dict`. Every rank saves its own, at any time.
 
-        It holds the input of each open exchange, which is exchanged again after loading.
+        It holds the input of each open exchange, which is exchanged again after loading, and the tokens counted.
         """
-        return state_dict(self.state)
+        counted = {} if self._tokens is None else {_TOKENS: self._tokens, _TOKENS_SENT: dict(self._tokens_sent)}
+        return {**state_dict(self.state), **counted}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a `state_dict` of the same outer step, on all ranks; load the model and the optimizer too."""
-        self._state = load_state_dict(self._state, saved)
+        state = {key: value for key, value in saved.items() if key not in (_TOKENS, _TOKENS_SENT)}
+        self._state = load_state_dict(self._state, state)
+        self._tokens, self._tokens_sent = saved.get(_TOKENS), dict(saved.get(_TOKENS_SENT, {}))
 
     def replicated_state_dict(self) -> dict[str, Any]:
         """Return the part of `state_dict` that is equal on all ranks, for a rank that joins."""

@@ -29,6 +29,7 @@ class Shards:
         sizes: Numbers of elements of whole parameters, by name.
         place: This rank's shard, in words.
         modules: What FSDP may have left whole.
+        ranks: The number of ranks of the worker.
     """
 
     groups: tuple[str | None, ...] = ()
@@ -36,6 +37,7 @@ class Shards:
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
     place: str = ""
     modules: tuple[Any, ...] = ()
+    ranks: int = 1
 
     def total(self, number: int) -> int:
         """Return the sum of `number` over the ranks of the worker."""
@@ -92,7 +94,8 @@ def shards_of(model: nn.Module, group: Group, wire: Wire, commit: Callable[[], b
     groups = tuple(dict.fromkeys(group_name((largest, dim)) for dim in range(largest.ndim)))
     voters = groups if isinstance(wire, C10d) else ()
     place = f"{largest.get_coordinate()} of {list(largest.shape)}"
-    return Shards(groups, voters, {name: p.numel() for name, p in sharded.items()}, place, modules)
+    sizes = {name: p.numel() for name, p in sharded.items()}
+    return Shards(groups, voters, sizes, place, modules, largest.size())
 
 
 def _require_workers(group: Group, shards: DeviceMesh) -> None:

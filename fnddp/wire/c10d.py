@@ -1,6 +1,8 @@
 """torch.distributed as a wire, with messages between two ranks where collectives of gloo are slow."""
 
+import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -224,3 +226,19 @@ def dedicated_to(group: dist.ProcessGroup, use: str, timeout: timedelta | None =
             if not isinstance(error, RuntimeError):  # such as a KeyboardInterrupt, which is this call's alone
                 raise
     return made.result()
+
+
+EXIT_SECONDS = 0.05
+
+
+def _let_threads_finish() -> None:
+    """Let gloo's threads have the GIL before the interpreter begins to end, unless the process group is destroyed.
+
+    They need it to drop tensors of a collective that is over, and abort the process where its end begins while they wait
+    (pytorch/pytorch#190489): a good run would end with SIGABRT.
+    """
+    if dist.is_initialized():
+        time.sleep(EXIT_SECONDS)
+
+
+atexit.register(_let_threads_finish)
