@@ -145,10 +145,11 @@ def _exchange_bytes(kind: Kind, tensors: Sequence[Tensor], group: str | None) ->
 
 
 def _as_bytes(wire: Tensor) -> Tensor:
-    # A view as bytes needs a last stride of 1, which a single element of a strided tensor does not have, and in torch
-    # 2.11 no dimension of one element within a compiled graph.
-    flat = wire.reshape(-1) if wire.numel() > 1 else wire.reshape(()).reshape(1)
-    return reinterpreted(flat.contiguous(), torch.uint8).reshape(wire.shape[0], -1)
+    # A view as bytes needs a last stride of 1. A single element may have any: of a strided tensor, and of every tensor
+    # in a graph that torch 2.11 compiles. So there are two of it.
+    flat = wire.reshape(-1).contiguous() if wire.numel() > 1 else wire.reshape(1).repeat(2)
+    size = wire.numel() * wire.element_size()
+    return reinterpreted(flat, torch.uint8)[:size].reshape(wire.shape[0], -1)
 
 
 def _exchange(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: str | None) -> list[Tensor]:
