@@ -159,7 +159,9 @@ def test_a_worker_of_which_some_ranks_count_no_tokens_is_told_of_on_all_ranks(ra
     attached = outer.attach(model, None, outer.local_sgd(every=1), group=mesh["worker"])
     if rank != 1:
         attached.count(3)
-    with pytest.raises(ValueError, match="only 1 of the 2 ranks of its worker have called count" if rank < 2 else "weight"):
+    with pytest.raises(
+        ValueError, match="only 1 of the 2 ranks of its worker have called count" if rank < 2 else "weight"
+    ):
         attached.step()
     attached.count(0)
     attached.step()

@@ -604,6 +604,18 @@ def test_an_error_of_one_rank_before_training_is_one_on_all_axes(rank: int) -> N
 
 @pytest.mark.thorough
 @on_ranks(4)
+def test_replicas_that_set_another_counter_are_told_so_on_all_ranks(rank: int) -> None:
+    mesh = meshes(2, 2)
+    handle = compress(sharded(mesh), mesh, gradients="quantize(two_shot, rounding='stochastic')")
+    before = fnddp.state_dict(handle.state)
+    later = {key: value + (1 + rank // 2) * key.startswith("replicated") for key, value in before.items()}
+    with pytest.raises(RankMismatchError, match="ranks disagree about state"):
+        handle.state = fnddp.load_state_dict(handle.state, later)
+    assert fnddp.state_dict(handle.state) == before
+
+
+@pytest.mark.thorough
+@on_ranks(4)
 def test_one_handle_for_all_axes(rank: int) -> None:
     """It is the two others: bits, bytes of the plan, state."""
     mesh = meshes(2, 2)

@@ -81,7 +81,7 @@ class HasPipeline:
     @sync_state.setter
     def sync_state(self, state: State) -> None:
         with device_of(self._engine.device).selected():
-            agree_on_state(self.sync, self._engine.state, state, self._group, self._wire)
+            agree_on_state(self.sync, self._engine.state, state, [self._group], self._wire)
         self._engine.state = state
 
     @property

@@ -97,17 +97,26 @@ def agree_over(
         raise failure
 
 
-def agree_on_state(sync: Expression, before: State, after: State, group: Group, wire: Wire = C10D) -> None:
+def agree_on_state(
+    sync: Expression,
+    before: State,
+    after: State,
+    groups: Iterable[Group],
+    wire: Wire = C10D,
+    within: Mapping[str, Collection[Group]] | None = None,
+) -> None:
     """Raise on all ranks unless they set the same replicated parts of a state: counters decide which collectives run.
+
+    `within` has the groups that have a part, by `replicated`'s subjects, where not all of `groups` do.
 
     Replicated parts were equal `before`, so a rank that changes only local parts, such as a residual, sends nothing.
     Does nothing on an elastic wire, whose replicas agree in each quorum. Raises a CollectiveError if another rank has
     not set its state within the group's timeout, a ValueError if the state is of another pipeline or other leaves.
     """
-    if isinstance(wire, Elastic) or _replicated(before) == _replicated(after):
+    if isinstance(wire, Elastic) or replicated(before) == replicated(after):
         return
     try:
-        agree(lambda: _replicated(require_like(repr(sync), after, before)), group, wire)
+        agree_over(lambda: replicated(require_like(repr(sync), after, before)), groups, within=within, wire=wire)
     except RuntimeError as error:
         raise CollectiveError(
             f"the state of {sync!r} could not be set: {error}. Its replicated parts, such as a counter, must be "
@@ -135,7 +144,7 @@ def description(sync: Expression, grads: Tree, state: State | None) -> dict[str,
     leaves, _ = tree.flatten(grads)
     of_leaves = {f"leaf {path!r}": f"{describe(leaf)} on {leaf.device.type}" for path, leaf in leaves.items()}
     of_state = {f"state {part.path!r}": describe(part.value) for part in parts(state)}
-    return {"pipeline": repr(sync.over(None)), **of_leaves, **of_state, **_replicated(state)}
+    return {"pipeline": repr(sync.over(None)), **of_leaves, **of_state, **replicated(state)}
 
 
 def first_difference(everyone: list[dict[str, str]], ranks: Sequence[int] | None = None) -> str:
@@ -158,7 +167,8 @@ def first_difference(everyone: list[dict[str, str]], ranks: Sequence[int] | None
     raise AssertionError("digests differ but descriptions do not")
 
 
-def _replicated(state: State) -> dict[str, str]:
+def replicated(state: State) -> dict[str, str]:
+    """Return the parts of `state` that are equal on all ranks, as lines by their subjects."""
     shared = [(part.path, part.value) for part in parts(state) if part.kind == REPLICATED]
     return {f"state {path!r}": describe(value) + _value(value) for path, value in shared}
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
-from fnddp.core.agreement import agree_on_state, agree_over
+from fnddp.core.agreement import agree_on_state, agree_over, replicated
 from fnddp.core.group import Group, group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.state import require_like
@@ -86,9 +86,17 @@ class Shards:
 
     @state.setter
     def state(self, state: State) -> None:
-        agree_on_state(self.sync, self.state, state, self.group)
-        self._reductions.states = dict(require_like(repr(self.sync), state, self.state))
-        for unit in self._reductions.units:  # weights may have been loaded, too
+        before, units = self.state, self._reductions.units
+        groups = dict.fromkeys(group for unit in units for group in unit.groups)
+        within = {
+            subject: unit.groups
+            for unit in units
+            if unit.name in before
+            for subject in replicated({unit.name: before[unit.name]})
+        }
+        agree_on_state(self.sync, before, state, groups, within=within)
+        self._reductions.states = dict(require_like(repr(self.sync), state, before))
+        for unit in units:  # weights may have been loaded, too
             unit.forget()
 
     @property
