@@ -234,8 +234,8 @@ EXIT_SECONDS = 0.05
 def _let_threads_finish() -> None:
     """Let gloo's threads have the GIL before the interpreter begins to end, unless the process group is destroyed.
 
-    They need it to drop tensors of a collective that is over, and abort the process where its end begins while they wait
-    (pytorch/pytorch#190489): a good run would end with SIGABRT.
+    They need it to drop tensors of a collective that is over, and abort the process where its end begins while they
+    wait (pytorch/pytorch#190489): a good run would end with SIGABRT.
     """
     if dist.is_initialized():
         time.sleep(EXIT_SECONDS)
