@@ -167,6 +167,17 @@ def test_an_error_of_an_owner_is_one_on_all_ranks(rank: int):
 
 
 @on_ranks(2)
+def test_parameters_that_are_replaced_are_an_error_on_all_ranks(rank: int):
+    """The optimizer has those of before, which no backward reaches any more."""
+    sharded = Sharded()
+    sharded.step(rank, 0)
+    if rank == 1:
+        sharded.net.load_state_dict(sharded.net.state_dict(), assign=True)
+    with pytest.raises((RuntimeError, StepFailedError), match="'0.weight' is another parameter|on another rank"):
+        sharded.muon.step()
+
+
+@on_ranks(2)
 def test_what_is_no_sharded_matrix_is_refused_on_all_ranks(rank: int):
     plain, sharded = net(), fully_shard(net(), mesh=meshes(2, names="shard"))
     with pytest.raises(TypeError, match="'0.weight' is float32.*call fully_shard first"):

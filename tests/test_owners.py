@@ -231,6 +231,38 @@ def test_a_loss_scaler_skips_a_step_on_all_ranks_or_on_none(rank: int, hops: dic
     assert scaler.get_scale() == 512.0
 
 
+@on_ranks(3)
+@HOPS
+def test_a_loss_scaler_hears_of_leaves_that_a_rank_does_not_own(rank: int, hops: dict[str, str]):
+    """Optimizers with fewer leaves than ranks, on ranks whose own ones are not used, with and without `unscale_`."""
+    model = net()
+    bias = [model.layers[0].bias]
+    rest = [p for p in model.parameters() if p is not bias[0]]
+    made = [torch.optim.SGD(bias, lr=0.1, momentum=0.9), torch.optim.SGD(rest, lr=0.1)]
+    owned = fnddp.own(model, made, **hops)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        before = weights(model)
+        with owned.no_sync():
+            scaler.scale(loss_of(owned(batch(rank, step)))).backward()
+        loss = loss_of(owned(batch(rank, step)))
+        scaler.scale(loss * (torch.inf if step == 1 and rank == 1 else 1.0)).backward()
+        for each in made:
+            if step > 1:
+                scaler.unscale_(each)
+            scaler.step(each)
+            each.zero_grad()
+        scaler.update()
+        assert (bits(weights(model)) == bits(before)) == (step == 1)
+        require_same_on_ranks(model)
+    assert scaler.get_scale() == 512.0
+    saved = owned.optimizer_state_dict()
+    assert [len(group["params"]) for group in saved["param_groups"]] == [1, len(rest)]
+    assert list(saved["state"]) == ["layers.0.bias"]
+    owned.load_optimizer_state_dict(saved)
+    assert state_size(made) == (48 if owned.owners.owner("layers.0.bias") == rank else 0)
+
+
 @on_ranks(2)
 @HOPS
 def test_weights_that_are_loaded_or_written_by_hand_are_those_that_train_on(rank: int, hops: dict[str, str]):
@@ -332,6 +364,7 @@ def test_a_backward_that_fails_on_a_rank_leaves_all_as_it_was(rank: int):
         ("new parameter", RuntimeError, "has no owner"),
         ("join", TypeError, "weight\\(0\\)"),
         ("autograd.grad", RuntimeError, "torch.autograd.grad and create_graph"),
+        ("assign", TypeError, "load without assign"),
     ],
 )
 def test_what_owners_cannot_do_is_refused_on_all_ranks(rank: int, case: str, error: type[Exception], text: str):
@@ -340,12 +373,15 @@ def test_what_owners_cannot_do_is_refused_on_all_ranks(rank: int, case: str, err
     if case == "only no_sync":
         with owned.model.no_sync():
             loss_of(owned.model(batch(rank, 0))).backward()
-    elif case != "autograd.grad":
+    elif case not in ("autograd.grad", "assign"):
         loss_of(owned.model(batch(rank, 0))).backward()
     if case == "new parameter":
         adamw.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
     def act() -> Any:
+        if case == "assign":
+            owned.net.load_state_dict(weights(owned.net), assign=True)
+            return loss_of(owned.model(batch(rank, 0))).backward()
         if case == "join":
             return owned.model.join()
         if case == "autograd.grad":

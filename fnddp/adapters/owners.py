@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -85,7 +85,11 @@ class _OwnerSteps(Steps):
         )
 
     def synchronize(self, grads: Mapping[str, Tensor], forward_weight: Any) -> Leaves:
-        error = TypeError("own: torch.func has no owners; use fnddp.to_owners and fnddp.to_all on its gradients")
+        error = TypeError(
+            "own: the model has other parameters than those that were wrapped. If load_state_dict(assign=True) has "
+            "replaced them, load without assign, or before the optimizer is made; torch.func has no owners, so give "
+            "its gradients to fnddp.to_owners and fnddp.to_all"
+        )
         self.backward.fail_next(error)
         raise error
 
@@ -96,6 +100,9 @@ class _Sharded:
     Attributes:
         own: What this rank owns, by name: a parameter that shares memory with the model's, or one of its own.
         is_apart: True if the weights of the owner have memory of their own.
+        others: One element that stands for all leaves of other ranks, if there are any, in the place of the first of
+            them. Its gradient is zero, or NaN: a loss scaler reads there that gradients were finite, on a rank whose
+            own leaves have none. No step sees it.
     """
 
     def __init__(
@@ -114,6 +121,7 @@ class _Sharded:
         self._is_exact = isinstance(codecs, all_gather)  # nothing is lost on the way
         self.is_apart = not (self._is_exact and dtype in (None, *{p.dtype for p in self.parameters.values()}))
         self.own: dict[str, nn.Parameter] = {}
+        self.others: dict[str, nn.Parameter] = {}
         self._versions: dict[str, int] = {}
         self._take(dtype)
         sync = with_halves(codecs, to_all(owners=owners)).over(group, unnamed_only=True)
@@ -147,8 +155,13 @@ class _Sharded:
                     for key, value in state.items()
                 }
             self._versions[name] = p._version
+        for name, p in self.parameters.items():
+            if name not in self.own:
+                self.others[name] = nn.Parameter(torch.zeros((1,) * p.ndim, dtype=self._dtypes[name], device=p.device))
+                break
+        places = {**self.own, **self.others}
         for each in optimizer.param_groups:
-            each["params"] = [self.own.get(before.get(id(p), ""), p) for p in each["params"]]
+            each["params"] = [places.get(before.get(id(p), ""), p) for p in each["params"]]
 
     def check(self) -> None:
         """Follow the model's parameters; see `follow`.
@@ -156,7 +169,7 @@ class _Sharded:
         Raises:
             RuntimeError: A gradient was never synchronized, or the optimizer has new parameters.
         """
-        mine = {id(p) for p in (*self.own.values(), *self.parameters.values())}
+        mine = {id(p) for p in (*self.own.values(), *self.others.values(), *self.parameters.values())}
         for each in self.optimizer.param_groups:
             for p in each["params"]:
                 if p.requires_grad and id(p) not in mine:
@@ -212,6 +225,18 @@ class _Sharded:
                 p.copy_(value)
             self._versions[name] = p._version
 
+    @contextmanager
+    def without_others(self) -> Generator[None]:
+        """Hide the gradient that stands for leaves of other ranks."""
+        grads = [p.grad for p in self.others.values()]
+        try:
+            for p in self.others.values():
+                p.grad = None
+            yield
+        finally:
+            for p, grad in zip(self.others.values(), grads, strict=True):
+                p.grad = grad
+
     def fill_state(self) -> None:
         """Give an optimizer without a state one, by a step of length zero: a checkpoint is loaded into it."""
         groups = self.optimizer.param_groups
@@ -222,7 +247,8 @@ class _Sharded:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         for p in self.own.values():
             p.grad = torch.zeros_like(p)
-        type(self.optimizer).step(self.optimizer)
+        with self.without_others():
+            type(self.optimizer).step(self.optimizer)
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         for name, p in self.own.items():
@@ -255,6 +281,7 @@ class OwnerDataParallel(DistributedDataParallel):
         super().__init__(module, sync=gradients, **options)
         self._steps.receive, self._steps.found = self._receive, self._note_nonfinite  # pyright: ignore
         self._is_nonfinite: Tensor | bool = False
+        self._has_others: set[_Sharded] = set()  # of those whose other leaves have got means of this backward
         self._sharded = [
             _Sharded(optimizer, parameters, each, weights, self._group, master_dtype)
             for optimizer, parameters, each in zip(optimizers, named, owners, strict=True)
@@ -293,7 +320,8 @@ class OwnerDataParallel(DistributedDataParallel):
                     "updates that other ranks do not have yet; call backward(), then step()"
                 )
             sharded.check()
-            done = step(*args, **kwargs)
+            with sharded.without_others():
+                done = step(*args, **kwargs)
         except BaseException as error:
             fail_next({sharded.engine: error})
             sharded.engine.fail(error)
@@ -314,9 +342,14 @@ class OwnerDataParallel(DistributedDataParallel):
 
     def _receive(self, name: str, mean: Tensor, sparse_dims: int | None) -> None:
         """Add the mean of what this rank owns to the gradient of its own parameter."""
-        own = self._of[name].own.get(name)
+        sharded = self._of[name]
+        own = sharded.own.get(name)
         if own is None:
-            return
+            if sharded in self._has_others:
+                return
+            self._has_others.add(sharded)
+            own, sparse_dims = next(iter(sharded.others.values())), None
+            mean = torch.zeros_like(own)
         mean = mean.to(own.dtype)
         if self._is_nonfinite is not False:  # on some rank: loss scalers of all ranks must see it
             mean = torch.where(torch.as_tensor(self._is_nonfinite, device=mean.device), math.nan, mean)
@@ -328,7 +361,7 @@ class OwnerDataParallel(DistributedDataParallel):
             own.grad = own.grad + mean
 
     def _note_nonfinite(self, is_nonfinite: Tensor | bool) -> None:
-        self._is_nonfinite = is_nonfinite
+        self._is_nonfinite, self._has_others = is_nonfinite, set()
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -485,7 +518,8 @@ class OwnerDataParallel(DistributedDataParallel):
         return OptimizerCheckpoint(self)
 
     def _names(self, each: _Sharded) -> list[list[str]]:
-        everyone = *self.module.named_parameters(), *each.parameters.items(), *each.own.items()  # frozen ones, too
+        everyone = *self.module.named_parameters(), *each.parameters.items()  # frozen ones, too
+        everyone = *everyone, *each.own.items(), *each.others.items()
         name_of = {id(p): name for name, p in everyone}
         return [[name_of[id(p)] for p in g["params"] if id(p) in name_of] for g in each.optimizer.param_groups]
 

@@ -37,6 +37,7 @@ class Matrices:
 
     def __init__(
         self,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, DTensor],
         group: str | None,
@@ -44,7 +45,7 @@ class Matrices:
         gradients: Sync,
         weights: Sync,
     ) -> None:
-        self._groups = groups
+        self._model, self._groups = model, groups
         self.optimizer, self._parameters, self._group = optimizer, dict(parameters), group
         self._rank, n = collectives.rank(group), collectives.world_size(group)
         costs = {name: float(p.numel() * min(p.shape)) for name, p in parameters.items()}
@@ -99,6 +100,12 @@ class Matrices:
         problem: BaseException | None = None
         if args or kwargs.get("closure") is not None:
             problem = TypeError("own_matrices: step got a closure, which would see shards of before; leave it out")
+        replaced = [name for name, p in self._parameters.items() if self._model.get_parameter(name) is not p]
+        if replaced:
+            problem = RuntimeError(
+                f"own_matrices: {replaced[0]!r} is another parameter of the model now, which the optimizer does not "
+                "have; load_state_dict without assign=True, or make the optimizer and call own_matrices after it"
+            )
         changed = [(shard != self._noted[name]).any() for name, shard in self._held().items()]
         said = _CHANGED if torch.stack(changed).any() else _SAME
         self._agree(problem, said, "refused its arguments, and nothing has changed")
@@ -303,7 +310,7 @@ def own_matrices(
     groups = [group_name(each) for each in meshes] or [None]
     agree_over(set_up, groups)
     parameters, group, *read = made[-1]
-    return Matrices(optimizer, parameters, group, groups, *read)
+    return Matrices(model, optimizer, parameters, group, groups, *read)
 
 
 def _matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, DTensor], str | None]:
