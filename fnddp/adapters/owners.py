@@ -113,6 +113,7 @@ class _Sharded:
         weights: Sync,
         group: str | None,
         dtype: torch.dtype | None,
+        bucket_caps: Sequence[float],
     ) -> None:
         self.optimizer, self.parameters, self.owners = optimizer, dict(parameters), owners
         self.rank = collectives.rank(group)
@@ -128,7 +129,13 @@ class _Sharded:
         like = {name: self._sent_like(name, device="meta") for name in self.parameters}
         specs = {name: LeafSpec.of(self._sent_like(name)) for name in self.parameters}
         self.engine = Engine(
-            sync, specs, state=sync.init(like), donation=Donation(), learns_order=False, groups=[group]
+            sync,
+            specs,
+            state=sync.init(like),
+            bucket_caps=bucket_caps,
+            donation=Donation(),
+            learns_order=False,
+            groups=[group],
         )
         self.engine.connect()
 
@@ -283,7 +290,7 @@ class OwnerDataParallel(DistributedDataParallel):
         self._is_nonfinite: Tensor | bool = False
         self._has_others: set[_Sharded] = set()  # of those whose other leaves have got means of this backward
         self._sharded = [
-            _Sharded(optimizer, parameters, each, weights, self._group, master_dtype)
+            _Sharded(optimizer, parameters, each, weights, self._group, master_dtype, self._bucket_caps)
             for optimizer, parameters, each in zip(optimizers, named, owners, strict=True)
         ]
         self._of = {name: each for each in self._sharded for name in each.parameters}
@@ -670,8 +677,8 @@ def own(
             x the smaller of both. Leaves are balanced for each optimizer, the costliest first.
         cut: Let several ranks own rows of a leaf of 16,384 elements or more, if the optimizer, one of torch's, computes
             each element by itself.
-        bucket_cap_mb: See `DistributedDataParallel`. None for 25 MiB, or half as much for each rank if that is more:
-            rows for owners are padded to the longest in a bucket.
+        bucket_cap_mb: See `DistributedDataParallel`; for both hops. None for 25 MiB, or half as much for each rank if
+            that is more: rows for owners are padded to the longest in a bucket.
         **options: Further arguments of `DistributedDataParallel`.
 
     Raises:
