@@ -181,6 +181,7 @@ WITH_PEERS = {
 # Of benchmarks. One process, whatever the ranks: what it is asked, what it says.
 SIMULATED = {
     "convergence.py": ("--quick", "runs, 0.0 hours of CPU"),
+    "muon_bits.py": ("--quick", "fewer bytes than DDP"),
     "one_bit.py": ("--quick", "steps of gradients wait"),
     "outer_convergence.py": ("--quick", "6 runs on"),
 }

@@ -756,7 +756,10 @@ def _require_plain(model: nn.Module) -> None:
 
 def _gradients(sync: str | Sync) -> Sync:
     if sync == AUTO:
-        raise TypeError("own: gradients='auto' measures pipelines that give every rank a mean; choose one yourself")
+        raise TypeError(
+            "own: gradients='auto' measures pipelines that give every rank a mean; choose one yourself: docs/owners.md "
+            "compares them"
+        )
     sync = pipeline_of("own: gradients", sync)
     for each in all_in(sync):
         is_plain = isinstance(each, two_shot_mean) and not each.server_memory

@@ -1,0 +1,321 @@
+"""How few bits Muon bears on the way to the owners of matrices, and on the way back: the loss of each, and its bytes.
+
+    python benchmarks/muon_bits.py train     # a line of json for each run, into results/; skips what is there
+    python benchmarks/muon_bits.py report    # the table and the figure of what is there
+    python benchmarks/muon_bits.py --quick   # both in a minute, into a temporary folder
+
+The characters of benchmarks/convergence.py on 8 virtual ranks: torch.optim.Muon for the matrices of the block, AdamW
+for the rest, and all leaves through the same codec. Gradients are what `fnddp.own` sends to owners; weights come back
+as differences to what all ranks have (`ef21`), who compute gradients, and are judged, with those. Muon's rate is
+searched for the exact mean and for each codec on both hops. What it found is in docs/owners.md.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from convergence import RESULTS, ROOT, Gap, Task, characters_task, lines_of, named_parameters, where
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.func import grad, vmap
+
+import fnddp
+from fnddp import Link, Owners
+from fnddp.cli import models, picture
+from fnddp.reducers.halves import to_all, to_owners, with_halves
+
+RANKS, STEPS = 8, 250
+FIRST_SEEDS, SEEDS = (0, 1, 2), (0, 1, 2, 3, 4)
+OF_ADAMW = 0.02  # for the leaves that are no matrices
+RATE = 0.04  # of Muon, where the search begins
+CLOSE = 0.01  # nats: what the question is about
+COSTED = "transformer"  # of fnddp.cli.models: 10.3 M parameters, of which small leaves are few
+LINK = Link.parse("200mbit:20us")
+BUCKET_MB = max(25.0, 12.5 * RANKS)  # as in fnddp.own
+PICTURE = ROOT / "docs" / "assets" / "muon-bits.svg"
+
+
+class Hop(NamedTuple):
+    """A codec on a hop, as a text in which CARRIER stands for two_shot or allgather; None for bare carriers."""
+
+    bits: str
+    codec: str | None
+
+    def gradients(self, carrier: str) -> fnddp.Sync:
+        text = "CARRIER" if self.codec is None else f"error_feedback({self.codec})"
+        return fnddp.parse(text.replace("CARRIER", carrier))
+
+    @property
+    def weights(self) -> fnddp.Sync | None:
+        """The codec of differences; None for exact weights."""
+        return None if self.codec is None else fnddp.parse(self.codec.replace("CARRIER", "allgather"))
+
+
+EXACT = Hop("32", None)
+HOPS = [
+    EXACT,
+    Hop("8", "quantize(CARRIER)"),
+    Hop("4", "quantize(CARRIER, bits=4)"),
+    Hop("3", "lloyd_max(CARRIER, bits=3)"),
+    Hop("2", "lloyd_max(CARRIER, bits=2)"),
+    Hop("1", "lloyd_max(CARRIER, bits=1)"),
+]
+BY_BITS = {hop.bits: hop for hop in HOPS}
+ADAMW = "AdamW"
+
+
+class Arm(NamedTuple):
+    """Bits on each hop, and the optimizer of matrices."""
+
+    up: str
+    down: str
+    optimizer: str = "Muon"
+
+
+ON_BOTH = [Arm(hop.bits, hop.bits) for hop in HOPS]
+ARMS = [Arm("32", "32", ADAMW), *ON_BOTH]
+ARMS += [Arm(*pair) for hop in HOPS[1:] for pair in ((hop.bits, "32"), ("32", hop.bits))]
+
+
+# Training.
+
+
+def is_matrix(path: str, leaf: Tensor) -> bool:
+    """Return whether Muon updates the leaf: embeddings, positions and the head are AdamW's, as usual."""
+    return leaf.ndim == 2 and path.split(".")[0] in ("qkv", "out", "up", "down")
+
+
+def optimizers(params: dict[str, Tensor], arm: Arm, rate: float) -> list[torch.optim.Optimizer]:
+    if arm.optimizer == ADAMW:
+        return [torch.optim.AdamW(list(params.values()), lr=rate, weight_decay=0.01)]
+    matrices = [leaf for path, leaf in params.items() if is_matrix(path, leaf)]
+    rest = [leaf for path, leaf in params.items() if not is_matrix(path, leaf)]
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(rest, lr=OF_ADAMW, weight_decay=0.01)]
+
+
+def trained(task: Task, arm: Arm, rate: float, seed: int) -> tuple[float, float]:
+    """Train, and return the loss on held-out data of the weights that all ranks have, and of those of the owners."""
+    torch.manual_seed(seed)
+    model = task.make()
+    own = {path: leaf.clone() for path, leaf in named_parameters(model).items()}
+    seen = {path: leaf.clone() for path, leaf in own.items()}
+    # What owners have of whole leaves is what allgather gives to all, to the bit.
+    first = fnddp.simulate(with_halves(BY_BITS[arm.up].gradients("allgather"), fnddp.allgather), RANKS)
+    state = first.init({path: leaf.expand(RANKS, *leaf.shape) for path, leaf in own.items()})
+    second = BY_BITS[arm.down].weights
+    back = None if second is None else second.init(own)
+    gradients = vmap(grad(partial(task.loss, model)), in_dims=(None, 0, 0))
+    made = optimizers(own, arm, rate)
+    rising = max(1, round(0.05 * task.steps))
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            each, lambda t: min((t + 1) / rising, (task.steps - t) / (task.steps - rising))
+        )
+        for each in made
+    ]
+    for x, y in task.batches(RANKS, seed, task.steps):
+        mean, state = first(gradients(seen, x, y), state)
+        for path, leaf in own.items():
+            leaf.grad = mean[path]
+        for each, schedule in zip(made, schedules, strict=True):
+            each.step()
+            schedule.step()
+        if second is None:
+            seen = {path: leaf.clone() for path, leaf in own.items()}
+            continue
+        sent, back = second({path: leaf - seen[path] for path, leaf in own.items()}, back)
+        seen = {path: leaf + sent[path] for path, leaf in seen.items()}
+    return task.quality(model, seen), task.quality(model, own)
+
+
+Found = dict[tuple[Arm, float, int], float]
+
+
+def found_in(lines: Sequence[dict[str, Any]]) -> Found:
+    found = {(Arm(x["up"], x["down"], x["optimizer"]), x["rate"], x["seed"]): x["quality"] for x in lines}
+    return {run: math.inf if loss is None else loss for run, loss in found.items()}
+
+
+def best_rate(found: Found, arm: Arm) -> float:
+    """The best one of seed 0. Those of one hop are compared at the rate of the exact mean."""
+    searched = arm if arm in ARMS[: 1 + len(HOPS)] else ON_BOTH[0]
+    rates = {rate: loss for (each, rate, seed), loss in found.items() if each == searched and seed == 0}
+    return min(rates, key=rates.__getitem__, default=RATE)
+
+
+def wanted(found: Found, arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[tuple[Arm, float, int]]:
+    """All runs, the most telling first, those that are done among them: a rate is bracketed by factors of 2."""
+    for some in (FIRST_SEEDS, SEEDS):
+        for arm in arms:
+            rate = best_rate(found, arm)
+            if arm in ARMS[: 1 + len(HOPS)]:
+                yield from ((arm, each, 0) for each in (rate, 2 * rate, rate / 2))
+            yield from ((arm, best_rate(found, arm), seed) for seed in some if seed in seeds)
+        # At the exact mean's rate, too: how much of a loss is the rate's.
+        yield from ((arm, best_rate(found, ON_BOTH[0]), seed) for arm in arms[1:] for seed in some if seed in seeds)
+
+
+def following(found: Found, arms: Sequence[Arm], seeds: Sequence[int]) -> tuple[Arm, float, int] | None:
+    return next((run for run in wanted(found, arms, seeds) if run not in found), None)
+
+
+def train(out: Path, task: Task, arms: Sequence[Arm], seeds: Sequence[int]) -> None:
+    while run := following(found_in(lines_of(out)), arms, seeds):
+        arm, rate, seed = run
+        began = time.process_time()
+        quality, of_owners = (loss if math.isfinite(loss) else None for loss in trained(task, arm, rate, seed))
+        line = {**arm._asdict(), "rate": rate, "seed": seed, "steps": task.steps, "quality": quality}
+        line |= {"of_owners": of_owners, "cpu_seconds": round(time.process_time() - began, 2), **where()}
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print(f"{quality}  {arm.optimizer} {arm.up} up, {arm.down} down, {rate:g}, seed {seed}", flush=True)
+
+
+# Bytes, and the report.
+
+
+class Cost(NamedTuple):
+    """What a link carries in a step, and how long that takes it."""
+
+    bytes: float
+    seconds: float
+
+
+@cache
+def cost_of(up: str, down: str) -> Cost:
+    """The cost of both hops of `fnddp.own`, for a model that is large enough."""
+    leaves = models.parameters(COSTED)
+    matrices = {path: leaf for path, leaf in leaves.items() if leaf.ndim == 2 and path.startswith("blocks")}
+    rest = {path: leaf for path, leaf in leaves.items() if path not in matrices}
+    costs = {path: float(leaf.numel() * min(leaf.shape)) for path, leaf in matrices.items()}
+    large = [path for path, leaf in rest.items() if leaf.numel() >= 2**14]  # which own() cuts by rows
+    owners = [Owners.of(matrices, RANKS, costs), Owners.of(rest, RANKS, cut=large)]
+    shapes = tuple((path, leaf.shape) for path, leaf in leaves.items())
+    of_all = Owners(RANKS, shapes, tuple(pair for each in owners for pair in each.whole))
+    hops = [planned(with_halves(BY_BITS[up].gradients("two_shot"), to_owners(owners=of_all)), leaves, BUCKET_MB)]
+    for each, of in ((matrices, owners[0]), (rest, owners[1])):
+        codec = BY_BITS[down].weights or fnddp.allgather
+        like = {path: torch.empty(of.sent_shape(path), device="meta") for path in each}
+        hops.append(planned(with_halves(codec, to_all(owners=of)), like, BUCKET_MB))
+    return Cost(*map(sum, zip(*hops, strict=True)))
+
+
+@cache
+def of_ddp() -> Cost:
+    return planned(fnddp.allreduce, models.parameters(COSTED), 25.0)
+
+
+def planned(sync: fnddp.Sync, leaves: dict[str, Tensor], bucket_mb: float) -> Cost:
+    plan = fnddp.lower(sync, leaves, world_size=RANKS, bucket_cap_mb=bucket_mb, first_bucket_mb=bucket_mb)
+    estimate = plan.estimate(LINK)
+    return Cost(estimate.link_bytes, estimate.communication_seconds)
+
+
+class Row(NamedTuple):
+    """An arm: how many times fewer bytes than DDP it sends, the part of DDP's time on a slow link, and its loss."""
+
+    arm: Arm
+    fewer: float
+    time: float
+    rate: float
+    gap: Gap
+
+
+def row_of(arm: Arm, rate: float, gap: Gap) -> Row:
+    ours, theirs = of_ddp() if arm.optimizer == ADAMW else cost_of(arm.up, arm.down), of_ddp()
+    return Row(arm, theirs.bytes / ours.bytes, ours.seconds / theirs.seconds, rate, gap)
+
+
+def rows_of(found: Found) -> list[Row]:
+    """The loss of each arm above that of the exact mean, by the seeds that both have."""
+    exact = ON_BOTH[0]
+    base = {seed: loss for (arm, rate, seed), loss in found.items() if arm == exact and rate == best_rate(found, exact)}
+    made: list[Row] = []
+    for arm in ARMS:
+        gaps: dict[float, Gap] = {}
+        for rate in {rate for each, rate, _ in found if each == arm}:
+            of = {seed: found[arm, rate, seed] for each, at, seed in found if (each, at) == (arm, rate)}
+            if len(of) > 2 or len(base) < 3:  # a rate of the search alone is none to report
+                gaps[rate] = Gap(tuple(loss - base[seed] for seed, loss in sorted(of.items()) if seed in base))
+        if gaps:
+            rate = min(gaps, key=lambda rate: gaps[rate].mean)
+            made.append(row_of(arm, rate, gaps[rate]))
+    return made
+
+
+def table(rows: Sequence[Row], found: Found) -> str:
+    exact = [loss for (arm, at, _), loss in found.items() if (arm, at) == (ON_BOTH[0], best_rate(found, ON_BOTH[0]))]
+    lines = [f"Muon with the exact mean: {sum(exact) / len(exact):.4f} nats ({len(exact)} seeds).", ""]
+    lines += ["| bits to owners | bits back | fewer bytes than DDP | time on 200 Mbit/s | rate | nats above | seeds |"]
+    lines += ["| --: | --: | --: | --: | --: | --: | --: |"]
+    for arm, fewer, time_, rate, gap in rows:
+        up, down = ("AdamW in DDP", "") if arm.optimizer == ADAMW else (arm.up, arm.down)
+        shown = "0" if arm == ON_BOTH[0] else str(gap)
+        lines.append(f"| {up} | {down} | {fewer:.1f}x | {time_:.2f} | {rate:g} | {shown} | {len(gap.gaps)} |")
+    return "\n".join(lines)
+
+
+def draw(rows: Sequence[Row]) -> Figure:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    kinds = {
+        "both hops": [row for row in rows if row.arm in ON_BOTH],
+        "to owners alone": [row for row in rows if row.arm.up != "32" and row.arm.down == "32"],
+        "back alone": [row for row in rows if row.arm.up == "32" and row.arm.down != "32"],
+    }
+    for (name, of), marker in zip(kinds.items(), "o^v", strict=True):
+        finite = [row for row in of if math.isfinite(row.gap.mean)]
+        x, y = [row.fewer for row in finite], [row.gap.mean for row in finite]
+        axes.errorbar(x, y, yerr=[row.gap.spread for row in finite], fmt=f"{marker}-", label=name, capsize=2)
+        for row in finite if name == "both hops" else []:
+            axes.annotate(f" {row.arm.up} bits", (row.fewer, row.gap.mean), textcoords="offset points", xytext=(3, -11))
+    for row in rows:
+        if row.arm.optimizer == ADAMW:
+            axes.axhline(row.gap.mean, color="grey", linestyle="--", linewidth=1, label="AdamW, exact mean")
+    axes.axhline(CLOSE, color="black", linestyle=":", linewidth=1, label=f"{CLOSE} nats")
+    axes.set(xscale="log", xlabel="times fewer bytes than DDP", ylabel="nats above Muon with the exact mean")
+    axes.set_yscale("symlog", linthresh=CLOSE)
+    axes.set_xticks([1, 2, 4, 8, 16, 32], labels=["1", "2", "4", "8", "16", "32"])
+    axes.legend()
+    return figure
+
+
+def report(out: Path, folder: Path, chart: Path) -> None:
+    found = found_in(lines_of(out))
+    rows = rows_of(found)
+    text = table(rows, found)
+    (folder / "muon-bits.md").write_text(text + "\n")
+    picture.save(partial(draw, rows), chart)
+    print(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", nargs="?", choices=["train", "report"], default="train")
+    parser.add_argument("--quick", action="store_true", help="a few steps of each, into a temporary folder")
+    parser.add_argument("--out", type=Path, default=RESULTS / "muon-bits.jsonl", help="lines of json, one a run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.quick:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "muon-bits.jsonl"
+            train(out, replace(characters_task(), steps=4), [*ARMS[:2], ARMS[-1]], [0])
+            report(out, Path(folder), Path(folder) / PICTURE.name)
+    elif arguments.command == "train":
+        train(arguments.out, replace(characters_task(), steps=STEPS), ARMS, arguments.seeds)
+    else:
+        report(arguments.out, arguments.out.parent, PICTURE)
+
+
+if __name__ == "__main__":
+    main()
