@@ -34,7 +34,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 class Sharded:
-    def __init__(self, *hops: str, shape: tuple[int, ...] = ()) -> None:
+    def __init__(self, *hops: str, shape: tuple[int, ...] = (), wraps: bool = True) -> None:
         mesh = meshes(*(shape or (dist.get_world_size(),)), names="replicate shard" if len(shape) > 1 else "shard")
         self.net: Any = net()
         for part in self.net:
@@ -42,7 +42,8 @@ class Sharded:
                 fully_shard(part, mesh=mesh)
         fully_shard(self.net, mesh=mesh)
         self.muon = muon_of(self.net)
-        self.matrices: Matrices = own_matrices(self.net, self.muon, *hops)
+        if wraps:
+            self.matrices: Matrices = own_matrices(self.net, self.muon, *hops)
 
     def backward(self, rank: int, step: int) -> None:
         (self.net(batch(rank, step)) - 1).square().mean().backward()
@@ -164,6 +165,31 @@ def test_an_error_of_an_owner_is_one_on_all_ranks(rank: int):
     with pytest.raises(RuntimeError, match="an earlier step failed"):
         sharded.muon.step()
     assert all(torch.equal(got, want) for got, want in zip(sharded.weights(), before, strict=True))
+
+
+@on_ranks(2)
+def test_a_state_of_shards_goes_to_the_owners(rank: int):
+    sharded = Sharded(wraps=False)
+    for p in sharded.muon.param_groups[0]["params"]:
+        sharded.muon.state[p]["momentum_buffer"] = p.detach().clone()
+    own_matrices(sharded.net, sharded.muon)
+    for step in range(2):
+        sharded.step(rank, step)
+    model = net()
+    muon, wrapped = muon_of(model), fnddp.DistributedDataParallel(model, sync="two_shot")
+    for p in muon.param_groups[0]["params"]:
+        muon.state[p]["momentum_buffer"] = p.detach().clone()
+    for step in range(2):
+        (wrapped(batch(rank, step)) - 1).square().mean().backward()
+        muon.step()
+        model.zero_grad()
+    for got, want in zip(sharded.weights(), model.parameters(), strict=True):
+        assert torch.equal(got, want)
+    other = Sharded(wraps=False)
+    if rank == 1:
+        other.muon.state[other.net[0].weight]["momentum_buffer"] = torch.zeros(6, 9)
+    with pytest.raises((TypeError, StepFailedError, fnddp.RankMismatchError), match="cannot be put together"):
+        own_matrices(other.net, other.muon)
 
 
 @on_ranks(2)

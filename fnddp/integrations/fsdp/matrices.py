@@ -58,6 +58,7 @@ class Matrices:
         self._seen: Leaves = {}  # what shards hold of them, for differences
         self._steps, self._failure = 0, None
         self._noted: Leaves = {}  # shards after the last step: loading into them leaves no other trace
+        self._begun = False  # until then the optimizer's state, if it has one, is of shards
         self._gather()
         step = optimizer.step
 
@@ -71,20 +72,19 @@ class Matrices:
         """Take whole matrices from all shards, at first and after others have written to those."""
         for name, p in self._parameters.items():
             whole = p.full_tensor().detach()
+            of_shards = {} if self._begun else self.optimizer.state.pop(p, {})
+            state = {key: v.full_tensor() if isinstance(v, DTensor) else v for key, v in of_shards.items()}
             if self.owners.owner(name) != self._rank:
                 continue
             if name in self._own:
                 self._own[name].detach().copy_(whole)
             else:
                 self._own[name] = nn.Parameter(whole.clone())
-                state = self.optimizer.state.pop(p, None)
                 if state:
-                    raise TypeError(
-                        f"own_matrices: {name!r} has a state of shards already; call it before the first step, and "
-                        "load a checkpoint with load_optimizer_state_dict"
-                    )
+                    self.optimizer.state[p] = state
             if self._sends_differences:
                 self._seen[name] = whole.clone()
+        self._begun = True
         self._note()
 
     def _note(self) -> None:
@@ -282,7 +282,8 @@ def own_matrices(
 
     Args:
         model: After `fully_shard`.
-        optimizer: With matrices of the model alone, such as `torch.optim.Muon`; give other parameters another one.
+        optimizer: With matrices of the model alone, such as `torch.optim.Muon`; give other parameters another one. A
+            state that it has already goes to the owners.
         gradients: `allgather` with codecs around it, or its text, for what goes to owners.
         weights: The same for what comes back; with `ef21` around them, differences to what shards have.
 
@@ -302,7 +303,10 @@ def own_matrices(
             raise TypeError("own_matrices: gradients that ef21 compares need a memory at owners; leave it out")
         parameters, group = _matrices(model, optimizer)
         made.append((parameters, group, read[0], read[1]))
-        lines = {name: f"{describe(p)} in {type(optimizer).__name__}" for name, p in parameters.items()}
+        lines = {
+            name: f"{describe(p)} in {type(optimizer).__name__}, {_state_of(name, p, optimizer)}"
+            for name, p in parameters.items()
+        }
         return {"gradients": repr(read[0]), "weights": repr(read[1]), **lines}
 
     shards = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
@@ -311,6 +315,19 @@ def own_matrices(
     agree_over(set_up, groups)
     parameters, group, *read = made[-1]
     return Matrices(model, optimizer, parameters, group, groups, *read)
+
+
+def _state_of(name: str, p: DTensor, optimizer: torch.optim.Optimizer) -> str:
+    """Describe the state of shards that the optimizer has already, which goes to the owner."""
+    state: dict[str, Any] = optimizer.state.get(p, {})
+    for key, value in state.items():
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
+            raise TypeError(
+                f"own_matrices: {key!r} of {name!r} is a tensor of shape {tuple(value.shape)} in the optimizer's "
+                "state, not a DTensor, so it cannot be put together; call own_matrices before the first step, and load a "
+                "checkpoint with load_optimizer_state_dict"
+            )
+    return f"with a state of {sorted(key for key, value in state.items() if isinstance(value, DTensor))}"
 
 
 def _matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, DTensor], str | None]:
