@@ -324,8 +324,8 @@ def _state_of(name: str, p: DTensor, optimizer: torch.optim.Optimizer) -> str:
         if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
             raise TypeError(
                 f"own_matrices: {key!r} of {name!r} is a tensor of shape {tuple(value.shape)} in the optimizer's "
-                "state, not a DTensor, so it cannot be put together; call own_matrices before the first step, and load a "
-                "checkpoint with load_optimizer_state_dict"
+                "state, not a DTensor, so it cannot be put together; call own_matrices before the first step, and load "
+                "a checkpoint with load_optimizer_state_dict"
             )
     return f"with a state of {sorted(key for key, value in state.items() if isinstance(value, DTensor))}"
 
