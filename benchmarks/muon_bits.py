@@ -81,7 +81,9 @@ class Arm(NamedTuple):
 
 
 ON_BOTH = [Arm(hop.bits, hop.bits) for hop in HOPS]
-ARMS = [Arm("32", "32", ADAMW), *ON_BOTH]
+FEWER_BACK = [Arm("4", "2"), Arm("3", "1")]  # what updates bear better than gradients
+ARMS = [Arm("32", "32", ADAMW), *ON_BOTH, *FEWER_BACK]
+SEARCHED = ARMS[: 1 + len(HOPS)]
 ARMS += [Arm(*pair) for hop in HOPS[1:] for pair in ((hop.bits, "32"), ("32", hop.bits))]
 
 
@@ -147,7 +149,7 @@ def found_in(lines: Sequence[dict[str, Any]]) -> Found:
 
 def best_rate(found: Found, arm: Arm) -> float:
     """The best one of seed 0. Those of one hop are compared at the rate of the exact mean."""
-    searched = arm if arm in ARMS[: 1 + len(HOPS)] else ON_BOTH[0]
+    searched = arm if arm in SEARCHED else ON_BOTH[0]
     rates = {rate: loss for (each, rate, seed), loss in found.items() if each == searched and seed == 0}
     return min(rates, key=rates.__getitem__, default=RATE)
 
@@ -157,7 +159,7 @@ def wanted(found: Found, arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[
     for some in (FIRST_SEEDS, SEEDS):
         for arm in arms:
             rate = best_rate(found, arm)
-            if arm in ARMS[: 1 + len(HOPS)]:
+            if arm in SEARCHED:
                 yield from ((arm, each, 0) for each in (rate, 2 * rate, rate / 2))
             yield from ((arm, best_rate(found, arm), seed) for seed in some if seed in seeds)
         # At the exact mean's rate, too: how much of a loss is the rate's.
@@ -269,15 +271,17 @@ def draw(rows: Sequence[Row]) -> Figure:
     axes = figure.add_subplot()
     kinds = {
         "both hops": [row for row in rows if row.arm in ON_BOTH],
+        "both hops, fewer bits back": [row for row in rows if row.arm in FEWER_BACK],
         "to owners alone": [row for row in rows if row.arm.up != "32" and row.arm.down == "32"],
         "back alone": [row for row in rows if row.arm.up == "32" and row.arm.down != "32"],
     }
-    for (name, of), marker in zip(kinds.items(), "o^v", strict=True):
+    for (name, of), marker in zip(kinds.items(), "os^v", strict=True):
         finite = [row for row in of if math.isfinite(row.gap.mean)]
         x, y = [row.fewer for row in finite], [row.gap.mean for row in finite]
         axes.errorbar(x, y, yerr=[row.gap.spread for row in finite], fmt=f"{marker}-", label=name, capsize=2)
-        for row in finite if name == "both hops" else []:
-            axes.annotate(f" {row.arm.up} bits", (row.fewer, row.gap.mean), textcoords="offset points", xytext=(3, -11))
+        for row in finite if "both" in name else []:
+            bits = row.arm.up if row.arm.up == row.arm.down else "/".join(row.arm[:2])
+            axes.annotate(f" {bits} bits", (row.fewer, row.gap.mean), textcoords="offset points", xytext=(3, -11))
     for row in rows:
         if row.arm.optimizer == ADAMW:
             axes.axhline(row.gap.mean, color="grey", linestyle="--", linewidth=1, label="AdamW, exact mean")
