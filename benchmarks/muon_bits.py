@@ -280,8 +280,9 @@ def draw(rows: Sequence[Row]) -> Figure:
         x, y = [row.fewer for row in finite], [row.gap.mean for row in finite]
         axes.errorbar(x, y, yerr=[row.gap.spread for row in finite], fmt=f"{marker}-", label=name, capsize=2)
         for row in finite if "both" in name else []:
+            at = (3, -11) if row.arm in ON_BOTH else (-45, 6)
             bits = row.arm.up if row.arm.up == row.arm.down else "/".join(row.arm[:2])
-            axes.annotate(f" {bits} bits", (row.fewer, row.gap.mean), textcoords="offset points", xytext=(3, -11))
+            axes.annotate(f" {bits} bits", (row.fewer, row.gap.mean), textcoords="offset points", xytext=at)
     for row in rows:
         if row.arm.optimizer == ADAMW:
             axes.axhline(row.gap.mean, color="grey", linestyle="--", linewidth=1, label="AdamW, exact mean")
