@@ -147,7 +147,7 @@ def _exchange_bytes(kind: Kind, tensors: Sequence[Tensor], group: str | None) ->
 def _as_bytes(wire: Tensor) -> Tensor:
     # A view as bytes needs a last stride of 1. A single element may have any: of a strided tensor, and of every tensor
     # in a graph that torch 2.11 compiles. So there are two of it.
-    flat = wire.reshape(-1).contiguous() if wire.numel() > 1 else wire.reshape(1).repeat(2)
+    flat = wire.reshape(-1).contiguous() if wire.numel() != 1 else wire.reshape(1).repeat(2)
     size = wire.numel() * wire.element_size()
     return reinterpreted(flat, torch.uint8)[:size].reshape(wire.shape[0], -1)
 
