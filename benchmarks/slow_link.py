@@ -51,6 +51,10 @@ def wrapped(arm: str, module: nn.Module) -> nn.Module:
     return model
 
 
+def unwatched(step: int, params: list[torch.Tensor]) -> None:
+    """Losses are measured behind each turn."""
+
+
 def train(width: int, size: int, steps: int, section: int, rate: float) -> Iterator[dict[str, Any]]:
     """Train all arms on this rank, and yield for each what it is, then its loss, seconds and bytes after each turn."""
     torch.set_num_threads(1)
@@ -61,9 +65,7 @@ def train(width: int, size: int, steps: int, section: int, rate: float) -> Itera
     for arm in ARMS:
         module = problem.make(0)
         models[arm] = model = wrapped(arm, module)
-        optimizers[arm] = scheduled(
-            partial(torch.optim.AdamW, lr=rate), steps, lambda *_: None, list(module.parameters())
-        )
+        optimizers[arm] = scheduled(partial(torch.optim.AdamW, lr=rate), steps, unwatched, list(module.parameters()))
         took = str(model.sync) if isinstance(model, fnddp.DistributedDataParallel) else arm
         yield {"arm": arm, "took": took, "parameters": sum(p.numel() for p in module.parameters())}
         yield {"arm": arm, "step": 0, "loss": quality(problem, model), "seconds": 0.0, "bytes": 0}
