@@ -336,6 +336,31 @@ def test_meshes_of_one_module_have_pipelines_of_their_own(rank: int, gradients: 
 
 @has_groups
 @on_ranks(4)
+def test_one_call_over_all_axes_names_the_one_that_knows_several_meshes(rank: int) -> None:
+    """Refused on all ranks before anything is set, so that the other call goes on."""
+    mesh = meshes(2, 2, names="expert_shard expert")
+    model = in_one_module(mesh, 1.0)
+    whole = DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("shard",))
+    with pytest.raises(TypeError, match=r"'1' is sharded over .*call compress_shards in the place of compress"):
+        compress(model, whole, gradients={"*.expert.*": "quantize(two_shot)", "*": "two_shot"})
+    compress_shards(model, gradients={"*.expert.*": "quantize(two_shot)", "*": "two_shot"})
+    loss(model, torch.ones(3, 8)).backward()
+
+
+@on_ranks(2)
+def test_one_call_takes_pipelines_by_pattern(rank: int) -> None:
+    mesh = meshes(1, 2, names="replicate shard")
+    model: Any = nn.Sequential(*blocks())
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh["shard"])
+    handle = compress(model, mesh, gradients={"0.*": "quantize(two_shot)", "*": "two_shot"}, replicas="allreduce")
+    loss(model, torch.ones(3, 8)).backward()
+    pipelines = [axis.pipeline for axis in handle.plan.axes if axis.name == "gradients"]
+    assert sorted(pipelines) == ["quantize(two_shot)", "two_shot"]
+
+
+@has_groups
+@on_ranks(4)
 def test_weights_of_tokens_on_two_meshes(rank: int) -> None:
     """Ranks whose tokens go to the same experts give one weight, the number of these; others are named errors."""
     mesh = meshes(2, 2, names="expert_shard expert")

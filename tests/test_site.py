@@ -28,6 +28,7 @@ pytestmark = [
 SIZES = {"wide": (1400, 900), "phone": (390, 844)}
 FOUND = {
     "which pipeline should I use": "which-pipeline/",
+    "which pipeline": "which-pipeline/",
     "slow network": "which-pipeline/",
     "bandwidth": "which-pipeline/",
     "FSDP2": "fsdp/",
@@ -37,6 +38,8 @@ FOUND = {
     "Muon": "owners/",
     "ZeRO": "owners/",
 }
+INDEX = threading.Event()  # the server sends the index of the search
+INDEX.set()
 PAGES = ["", "which-pipeline/", "ddp/", "fsdp/", "catalogue/", "glossary/", "contract/", "api/pipelines/"]
 
 
@@ -53,6 +56,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: Any) -> None:
             pass
+
+        def do_GET(self) -> None:
+            if self.path.endswith("search_index.json"):
+                INDEX.wait()
+            super().do_GET()
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -106,6 +114,31 @@ def test_search_finds_what_people_look_for_at_the_first_place(site: str, browser
         wait(browser, ".md-search__input").send_keys(words)
         # results change while one types
         wait(browser, f".md-search-result__item:first-child .md-search-result__link[href^='{site}{page}']")
+
+
+def test_what_is_typed_while_the_index_loads_is_searched_when_it_has(site: str, browser: Any) -> None:
+    set_screen(browser, "wide")
+    INDEX.clear()
+    try:
+        browser.get(site)
+        wait(browser, ".md-search__input").click()
+        wait(browser, ".md-search__input").send_keys("which pipeline")
+        assert "Initializing" in wait(browser, ".md-search-result__meta").text
+    finally:
+        INDEX.set()
+    wait(browser, f".md-search-result__item:first-child .md-search-result__link[href^='{site}which-pipeline/']")
+
+
+def test_the_table_of_the_answer_is_as_wide_as_a_phone(site: str, browser: Any) -> None:
+    """A card for each link: no cell begins or ends outside of the screen, where it could be scrolled to only."""
+    set_screen(browser, "phone")
+    browser.get(site + "which-pipeline/")
+    wait(browser, ".folds td")
+    edges = browser.execute_script(
+        "return [...document.querySelectorAll('.folds td')].map(cell => cell.getBoundingClientRect())"
+        ".flatMap(cell => [cell.left, cell.right])"
+    )
+    assert 0 <= min(edges) <= max(edges) <= SIZES["phone"][0]
 
 
 @pytest.mark.parametrize("size", SIZES)

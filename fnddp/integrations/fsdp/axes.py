@@ -18,7 +18,7 @@ from fnddp.integrations.fsdp.checkpoints import Checkpoints
 from fnddp.integrations.fsdp.plan import AxesPlan, Axis, axes_of
 from fnddp.integrations.fsdp.replicas import Replicas, compress_replicas
 from fnddp.integrations.fsdp.rows import Rows
-from fnddp.integrations.fsdp.shards import Shards, fitting, set_up_shards, unsynchronized
+from fnddp.integrations.fsdp.shards import Pipeline, Shards, fitting, set_up_shards, unsynchronized
 from fnddp.integrations.fsdp.unit import Messages, Traffic, traffic_of
 from fnddp.outer.contract import Outer
 from fnddp.outer.contract import parse as parse_outer
@@ -184,27 +184,29 @@ def compress(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
-    gradients: str | Sync | None = None,
-    weights: str | Sync | None = None,
+    gradients: Pipeline = None,
+    weights: Pipeline = None,
     replicas: str | Sync | None = None,
     shards: str | Sync | None = None,
 ) -> Compressed:
     """Send what a sharded model sends along all axes of a mesh through pipelines. All of its ranks must call this.
 
     It is `compress_shards` and then `compress_replicas`, with one handle for both. The wrong choice for a model on one
-    axis: its own function says what it does.
+    axis: its own function says what it does. Experts that are sharded over other ranks than the rest are for
+    `compress_shards`, which knows several meshes.
 
     Args:
         model: After `fully_shard` over the last dimension of `mesh`, of the model as a whole too.
         mesh: Its shards; or its replicas and shards, in two dimensions with names, as for HSDP.
         gradients: The pipeline of gradients between shards: see `compress_shards`. `"two_shot"` sends them as they are,
-            and is needed for means weighted by tokens.
+            and is needed for means weighted by tokens. A dict of pipelines by pattern, too.
         weights: That of weights between shards: see there.
         replicas: That of gradients between replicas: see `compress_replicas`.
         shards: Deprecated: `gradients`.
 
     Raises:
-        TypeError: No pipeline is given; the mesh has no dimension for one, or not the ranks of the model's shards.
+        TypeError: No pipeline is given; the mesh has no dimension for one, or not the ranks of the model's shards, or
+            of a part of them.
         TypeError, RankMismatchError: See the two functions.
 
     >>> from torch.distributed import init_device_mesh
@@ -242,7 +244,8 @@ def compress(
                     raise TypeError(
                         f"compress: {repr(name) if name else 'the model'} is sharded over the ranks {ranks}, and the "
                         f"last dimension of the mesh has {last}; give the mesh that fully_shard has got, with the "
-                        "replicas in front of it, and experts with a mesh of their own to compress_shards"
+                        "replicas in front of it. For a model with experts on a mesh of their own call compress_shards "
+                        "in the place of compress: compress_shards(model, gradients={'*.experts.*': ..., '*': ...})"
                     )
         given = {"gradients": gradients, "weights": weights, "replicas": replicas}
         axes = [axis for axis, pipeline in given.items() if pipeline is not None]
