@@ -232,13 +232,13 @@ EXIT_SECONDS = 0.05
 
 
 def _let_threads_finish() -> None:
-    """Let gloo's threads have the GIL before the interpreter begins to end, unless the process group is destroyed.
+    """Let gloo's threads have the interpreter's lock before its end begins.
 
     They need it to drop tensors of a collective that is over, and abort the process where its end begins while they
-    wait (pytorch/pytorch#190489): a good run would end with SIGABRT.
+    wait (pytorch/pytorch#190489): a good run would end with SIGABRT. Also where the process group has been destroyed,
+    since models and meshes keep it alive.
     """
-    if dist.is_initialized():
-        time.sleep(EXIT_SECONDS)
+    time.sleep(EXIT_SECONDS)
 
 
 atexit.register(_let_threads_finish)
