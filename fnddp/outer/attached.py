@@ -312,7 +312,8 @@ class Attached:
         """Load a `state_dict` of the same outer step, on all ranks; load the model and the optimizer too."""
         state = {key: value for key, value in saved.items() if key not in (_TOKENS, _TOKENS_SENT)}
         self._state = load_state_dict(self._state, state)
-        self._tokens, self._tokens_sent = saved.get(_TOKENS), dict(saved.get(_TOKENS_SENT, {}))
+        self._tokens = saved.get(_TOKENS)
+        self._tokens_at, self._tokens_sent = {}, dict(saved.get(_TOKENS_SENT, {}))
 
     def replicated_state_dict(self) -> dict[str, Any]:
         """Return the part of `state_dict` that is equal on all ranks, for a rank that joins."""
