@@ -75,8 +75,9 @@ def all_said(processes: Sequence[subprocess.Popen[str]], seconds: float) -> list
     for process in processes:
         process.terminate()  # torchrun ends its ranks
     ended = [process.communicate() for process in processes]
-    assert not late, f"after {seconds} s {late} still ran: {ended}"
-    assert [process.returncode for process in processes] == [0] * len(processes), ended
+    told = "\n".join(f"{out[-2000:]}\n{errors[-2000:]}" for out, errors in ended)
+    assert not late, f"after {seconds} s {late} still ran:\n{told}"
+    assert [process.returncode for process in processes] == [0] * len(processes), told
     return [out for out, _ in ended]
 
 
