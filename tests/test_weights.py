@@ -3,6 +3,7 @@
 import math
 import random
 from contextlib import ExitStack, nullcontext, suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fnddp
-from fnddp import DistributedDataParallel, StepFailedError, allreduce, fp16
+from fnddp import CollectiveError, DistributedDataParallel, StepFailedError, allreduce, fp16
 from fnddp.simulation.ranks import run_threads
 from fnddp.wire.c10d import C10d
 from fnddp.wire.weights import scale_of
@@ -206,11 +207,18 @@ def raises(of_this_rank: bool, error: type[Exception], match: str, told: str = "
     return pytest.raises(error, match=match) if of_this_rank else pytest.raises(StepFailedError, match=told or match)
 
 
+def used_without(text: str = "allreduce") -> DistributedDataParallel:
+    """A model whose steps had no weights, so that the first one that has them begins without an exchange of them."""
+    model = wrapped(text)
+    loss(model, torch.distributed.get_rank()).backward()
+    model.zero_grad()
+    return model
+
+
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("misuse", ["no_sync", "nothing", "no_grad", "nested", "raises", "raises in backward", *TWO])
 @on_ranks(2)
 def test_a_weight_that_is_misused_is_an_error_on_all_ranks(rank: int, misuse: str, alone: bool) -> None:
-    model = wrapped()
     error, match = {
         "nested": (RuntimeError, f"the weight 7 is given within a block of the weight {rank + 1}"),
         "raises": (ZeroDivisionError, "no data"),
@@ -218,7 +226,9 @@ def test_a_weight_that_is_misused_is_an_error_on_all_ranks(rank: int, misuse: st
         **dict.fromkeys(TWO, (RuntimeError, "a backward was given the weights? ")),
     }.get(misuse, (RuntimeError, f"the weight {rank + 1} was given for nothing"))
     told = "rank 1 failed with (RuntimeError: .*weight|ZeroDivisionError|RuntimeError: its backward did not finish)"
-    for _ in range(1 if misuse in TWO else 2):  # in the second round steps begin with an exchange of weights
+    # With an exchange of weights, all ranks would compare those of their first gradients, which differ in `TWO`.
+    models = [] if misuse in TWO else [wrapped()] * 2
+    for model in [*models, used_without()]:
         before, does = model.sync_stats()["failed_steps"], rank == 1 or not alone
         with raises(does, error, match, told), model.weight(3) if misuse in TWO and not does else nullcontext():
             misused(model, rank, misuse) if does else loss(model, rank).backward()
@@ -234,8 +244,8 @@ def test_a_weight_that_is_none_or_that_one_rank_alone_gives_is_an_error_on_all(r
         (3, nobody, "rank 1 gave 3, and .*rank 0 gave none"),
         *((bad, 1, f"must be a number, finite and not negative, but rank 1 gave {shown}") for bad, shown in INVALID),
     ]:
-        model, step, weight = wrapped(text), fnddp.jit(fnddp.parse(text)), given if rank else others
-        for _ in range(2):  # in the second round steps begin with an exchange of weights
+        fresh, step, weight = wrapped(text), fnddp.jit(fnddp.parse(text)), given if rank else others
+        for model in (fresh, fresh, used_without(text)):
             model.zero_grad()
             with pytest.raises(ValueError, match=match), nullcontext() if weight is nobody else model.weight(weight):
                 loss(model, rank).backward()
@@ -256,11 +266,8 @@ def test_a_weight_that_is_none_or_that_one_rank_alone_gives_is_an_error_on_all(r
 @on_ranks(2)
 def test_a_pipeline_that_knows_no_weights_fails_the_step_on_all_ranks(rank: int, alone: bool) -> None:
     model, does = wrapped("all_reduce(op='sum')"), rank == 1 or not alone
-    told = "rank 1 failed with ValueError: weight: .*knows no weights"
-    with (
-        raises(does, ValueError, "takes a sum, which knows no weights", told),
-        model.weight(1) if does else nullcontext(),
-    ):
+    error, match = ValueError, "takes a sum, which knows no weights" if does else "rank 1 gave 1, and rank 0 gave none"
+    with pytest.raises(error, match=match), model.weight(1) if does else nullcontext():
         loss(model, rank).backward()
     model.zero_grad()
     loss(model, rank).backward()
@@ -282,13 +289,14 @@ def test_an_error_in_the_weight_blocks_of_two_models_fails_the_steps_of_both_on_
         for n, g in zip((1, 2), groups, strict=True)
     ]
     inputs = [torch.full((1, n), rank + 1.0) for n in (1, 2)]
-    for step in range(5):
-        does = step in (1, 3) and (rank == 1 or not alone)
+    for step in range(6):
+        fails = step in (0, 2, 4)
+        does = fails and (rank == 1 or not alone)
         error = ZeroDivisionError if does else StepFailedError
         order = models if step < 3 else models[::-1]
         for model in models:
             model.zero_grad()
-        with pytest.raises(error, match="no data") if step in (1, 3) else nullcontext(), models[0].weight(rank + 1):
+        with pytest.raises(error, match="no data") if fails else nullcontext(), models[0].weight(rank + 1):
             with suppress(ZeroDivisionError) if is_caught_within else nullcontext(), models[1].weight(rank + 1):
                 if does:
                     raise ZeroDivisionError("no data")
@@ -297,9 +305,29 @@ def test_an_error_in_the_weight_blocks_of_two_models_fails_the_steps_of_both_on_
                     loss.backward()
             if does:
                 raise ZeroDivisionError("no data")
-        if step not in (1, 3):
+        if not fails:
             for model in models:
                 torch.testing.assert_close(model.module.weight.grad, torch.full_like(model.module.weight, weighted(2)))
+
+
+@on_ranks(2)
+def test_an_error_in_the_first_weight_blocks_after_steps_without_ends_the_run_where_models_share_a_group(rank: int):
+    """The other ranks may be in the step of either model, whose messages differ."""
+    group = torch.distributed.new_group(timeout=timedelta(seconds=3))
+    models = [DistributedDataParallel(nn.Linear(n, 1, bias=False), process_group=group) for n in (1, 2)]
+
+    def step(raises: bool = False) -> None:
+        for model in reversed(models):
+            if raises:
+                raise ZeroDivisionError("no data")
+            model(torch.ones(1, model.module.in_features)).sum().backward()
+
+    step()
+    error = (ZeroDivisionError, "no data") if rank else (CollectiveError, "another rank|Another rank")
+    with pytest.raises(error[0], match=error[1]), models[0].weight(1), models[1].weight(1):
+        step(raises=rank == 1)
+    with pytest.raises(RuntimeError, match="ranks may be desynchronized"):
+        step()
 
 
 @pytest.mark.parametrize("misuse", ["part without a weight", "nothing", "raises"])
@@ -311,11 +339,12 @@ def test_an_error_in_the_weight_blocks_of_a_module_and_its_part_is_one_on_all_ra
         for parameter in model.parameters():
             parameter.fill_(1.0)
     told = "give each its weight first|was given for nothing|no data"
-    for step in range(4):
-        does = rank == 1 and step == 1
+    for step in range(5):
+        fails = step in (0, 2)
+        does = rank == 1 and fails
         model.zero_grad()
         with ExitStack() as stack:
-            if step == 1:
+            if fails:
                 stack.enter_context(
                     pytest.raises((RuntimeError, ZeroDivisionError) if does else StepFailedError, match=told)
                 )
@@ -326,7 +355,7 @@ def test_an_error_in_the_weight_blocks_of_a_module_and_its_part_is_one_on_all_ra
                 raise ZeroDivisionError("no data")
             if not does:
                 loss(model, rank).backward()
-        if step != 1:
+        if not fails:
             assert [p.grad.item() for p in model.parameters()] == [pytest.approx(weighted(2))] * 2
 
 
@@ -339,7 +368,7 @@ class Voting(C10d):
 
 
 @on_ranks(2)
-def test_steps_without_weights_send_nothing_more(rank: int) -> None:
+def test_steps_without_weights_send_nothing_more_after_the_first(rank: int) -> None:
     wire = Voting()
     model = wrapped(wire=wire)
     votes: list[int] = []
@@ -350,7 +379,7 @@ def test_steps_without_weights_send_nothing_more(rank: int) -> None:
             loss(model, rank).backward()
         assert grad(model) == pytest.approx(1.5 if weight is None else weighted(2))
         votes.append(wire.votes - before)
-    assert votes == [1, 1, 3, 2, 2]  # the third asks whether all give one
+    assert votes == [2, 1, 3, 2, 2]  # the first asks whether ranks give any, the third whether all do
 
 
 @on_ranks(2, 3)

@@ -199,7 +199,8 @@ class _Together:
         """
         begun, awaited = self.begun, self.awaited
         self.begun, self.awaited = {}, {}
-        fail_next({each.engine: error for each in awaited if each not in begun and each.step is None})
+        next_ones = {each.engine: error for each in awaited if each not in begun and each.step is None}
+        fail_next(next_ones, are_joint=True)
         for each in in_order({**awaited, **begun}):
             each.fail(error)
 

@@ -6,6 +6,7 @@ has the same outcome on all ranks (on an accelerator, one step later): either al
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -117,7 +118,8 @@ class Engine:
         self._dropped: frozenset[str] = frozenset()
         self._programs: list[Program] = []
         self._current: Program | None = None
-        self._exchanges_weights = False  # from the first step with weights on
+        # Whether steps begin with an exchange of weights; None until one has shown whether ranks give any.
+        self._exchanges_weights: bool | None = None
         self._epoch = 0  # epoch of an elastic wire in which this rank was last consistent with the others
         self._notices: tuple[Callable[[], bool], ...] = ()  # `Step.notice` of the last step, on an accelerator
         self._is_connected = False
@@ -190,7 +192,7 @@ class Engine:
             self._parts, self._structure = tree.flatten_any(state)
         if isinstance(self.wire, Elastic) and self.wire.epoch != self._epoch:
             self._epoch = self.wire.epoch
-            self._exchanges_weights = False  # new ranks begin without
+            self._exchanges_weights = None  # new ranks do not know
         try:
             with in_profile("start"):
                 step = self._begin(None if weight is None else Weight.of(weight), scale)
@@ -246,9 +248,11 @@ class Engine:
         self.steps += step.is_done
         self.failed_steps += step.has_failed
         self.broken = step.broken or self.broken
-        self._exchanges_weights = step.exchanges_weights
+        if step.exchanges_weights:
+            self._exchanges_weights = True
         if step.is_done:
             self._parts, self.learns_order = step.parts, False
+            self._exchanges_weights = step.exchanges_weights
             self._notices = () if step.notice is None else (step.notice,)
         if step.arrival is not None:
             self.expect(step.arrival)
@@ -296,11 +300,20 @@ class Engine:
 
     def vote_of_weights(self) -> Vote | None:
         """Return a vote for steps that begin with an exchange of weights, if a rank can fail the next step by it."""
-        if not self._exchanges_weights:
+        if self.begins_without_weights:
             return None
         program = self._choose()
         vote = None if program.groups is None else Vote(self.leaves, program.wire, program.groups, program.device)
         return vote if vote is not None and vote.is_refusable else None
+
+    @property
+    def begins_without_weights(self) -> bool:
+        """True if earlier steps had no weights, so that the first one that has them begins without."""
+        return self._exchanges_weights is False
+
+    @property
+    def lines(self) -> list[Any]:
+        return [self.line_of(group) for group in self.groups if self.wire.size(group) > 1]
 
     def line_of(self, group: str | None) -> Any:
         """Return the key of what sends the steps of this engine, and of others, over a process group in one order."""
@@ -326,7 +339,7 @@ class Engine:
         if before is self or before.ranks != self.ranks:
             return
         if self._epoch != before._epoch:
-            self._epoch, self._exchanges_weights = before._epoch, False
+            self._epoch, self._exchanges_weights = before._epoch, None
         self.broken = before.broken or self.broken
         self._notices = tuple(dict.fromkeys([*before._notices, *self._notices]))
 
@@ -396,13 +409,17 @@ def _open_on(group: Any) -> list[weakref.ref[Step]]:
     return line
 
 
-def fail_next(errors: Mapping[Engine, BaseException]) -> None:
+def fail_next(errors: Mapping[Engine, BaseException], *, are_joint: bool = False) -> None:
     """Fail the next step of each engine because of an error, on all ranks. No step of theirs is open.
 
     With weights, ranks fail whichever of the steps comes next on a process group, so the order does not matter. Others
     are begun: the caller fails them in the order of the other ranks.
+
+    Args:
+        are_joint: The steps belong to one backward; on other ranks, one that fails ends those that wait for it.
     """
     lines: dict[Any, tuple[Vote, list[Engine]]] = {}
+    _break_unordered([] if are_joint else list(errors), errors)
     for engine in errors:
         with suppress(RuntimeError):  # if a step cannot begin, no rank waits for this one
             engine.refuse_after_failure()
@@ -411,18 +428,31 @@ def fail_next(errors: Mapping[Engine, BaseException]) -> None:
                 engine.begin(weight=FAILED)
             else:
                 lines.setdefault(engine.line_of(vote.groups[0]), (vote, []))[1].append(engine)
-    waiting = [_Refusal(vote, engines, errors[engines[0]]) for vote, engines in lines.values()]
+    waiting = [_Refusal(vote, engines, errors[engines[0]], are_joint) for vote, engines in lines.values()]
     while waiting:  # other ranks may come to these groups in any order
         waiting = [refusal for refusal in waiting if not refusal.goes_on()]
         sleep(REFUSAL_SECONDS if waiting else 0)
 
 
+def _break_unordered(engines: Sequence[Engine], errors: Mapping[Engine, BaseException]) -> None:
+    """Let engines refuse further steps that began without weights, where several of them share a process group.
+
+    This rank cannot know which of their first steps with weights the other ranks come to first. They wait for it there
+    until it ends, or the process group's timeout is over.
+    """
+    unknown = [engine for engine in engines if engine.begins_without_weights]
+    used = Counter(line for engine in unknown for line in engine.lines)
+    for engine in unknown:
+        if any(used[line] > 1 for line in engine.lines):
+            engine.broken = errors[engine]
+
+
 class _Refusal:
     """The next steps of `engines`, which share a process group, as this rank fails them."""
 
-    def __init__(self, vote: Vote, engines: list[Engine], error: BaseException) -> None:
+    def __init__(self, vote: Vote, engines: list[Engine], error: BaseException, are_joint: bool) -> None:
         self._engines, self._error = engines, error
-        self._works = vote.refuse(error, len(engines))
+        self._works = vote.refuse(error, len(engines), are_joint)
         self._work: Work | None = None
 
     def goes_on(self) -> bool:

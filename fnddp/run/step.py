@@ -15,7 +15,7 @@ from fnddp.core.tree import Leaves, is_inexact
 from fnddp.device import Device, Stream
 from fnddp.ir.program import Collective, Segment
 from fnddp.run.program import BoundSegment, Input, Program, UnexpectedGradient
-from fnddp.run.vote import StepFailedError, Vote
+from fnddp.run.vote import Ends, StepFailedError, Vote
 from fnddp.show.trace import Observer, profiled
 from fnddp.torch_private import has_modes, is_held, is_profiling, without_autocast, without_modes
 from fnddp.wire.counter import count_payload
@@ -65,10 +65,11 @@ class Step:
 
     While earlier steps of other engines are open on its process groups, this one issues nothing before `agree`.
 
-    A rank cannot know whether the others give a weight. So the first step with weights begins as one without: a rank
-    that has a weight sends zeros, and reports it in the vote. If all do, the step runs again. From then on each step
-    begins with an exchange of weights. So collectives match whichever rank gives a weight, and without
-    weights nothing more is sent.
+    A rank cannot know whether the others give a weight, so an engine's first step begins with an exchange of weights.
+    If there were any, all later steps do. If there were none, they do not, and nothing more is sent; then the first
+    step with weights begins as one without: a rank that has a weight sends zeros, and reports it in the vote. If all
+    do, the step runs again, and from then on each step begins with an exchange. So collectives match whichever rank
+    gives a weight.
 
     Args:
         parts: The parts of the pipeline's state.
@@ -85,7 +86,8 @@ class Step:
         is_open: True until it has ended.
         is_done, has_failed: The outcome; both are False after the step was given up, which happens on all ranks.
         parts: The parts of the next state, once the step is done.
-        exchanges_weights: True if the next step begins with an exchange of weights.
+        exchanges_weights: Whether the next step begins with an exchange of weights; None if nothing has shown whether
+            ranks give any: then it does.
         arrival: The order in which gradients have arrived on the first rank, if it is learnt.
         broken: The error after which ranks may be desynchronized.
         found_nonfinite: Whether something that arrived on some rank was not finite, if that matters to the pipeline's
@@ -102,7 +104,7 @@ class Step:
         vote: Vote | None = None,
         weight: Weight | None = None,
         scale: float = 1.0,
-        exchanges_weights: bool = False,
+        exchanges_weights: bool | None = None,
         learns_order: bool = False,
         remembered: Sequence[int] = (),
         ahead: Sequence["Step"] = (),
@@ -124,10 +126,10 @@ class Step:
         has_weight, has_peers = weight is not None and weight != FAILED, vote is not None and bool(vote.groups)
         self.exchanges_weights = exchanges_weights
         # This rank has a weight, in a step that began without an exchange: it sends zeros, and then runs again.
-        self._must_rerun = has_weight and has_peers and not exchanges_weights
+        self._must_rerun = has_weight and has_peers and exchanges_weights is False
         self._rerun_grads = list[tuple[int, Tensor]]()
         self._weight, self._plain_scale, self._is_weighing = weight, scale, False
-        is_weighed = has_weight or (exchanges_weights and has_peers)
+        is_weighed = has_weight or (exchanges_weights is not False and has_peers)
         self._scale: float | None = None if is_weighed and vote is not None else scale
         self._ahead = [weakref.ref(step) for step in ahead]
         self._behind: list[weakref.ref[Step]] = []
@@ -457,8 +459,11 @@ class Step:
         if self._scale is None and not self._must_rerun:
             self._weigh()
             assert self._vote is not None
-            scale = self._vote.scale(ends=1 + len([step for step in self._open_behind() if step._weight is not None]))
+            behind = self._open_behind()
+            weighted = [step for step in behind if step._weight is not None]
+            scale = self._vote.scale(Ends(1 + len(weighted), 1 + len(behind)))
             self._scale = self._plain_scale if scale is None else scale
+            self.exchanges_weights = bool(self.exchanges_weights) or scale is not None
         return self._scale or 0.0
 
     def _rerun_with_weights(self) -> None:

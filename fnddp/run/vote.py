@@ -7,14 +7,14 @@ import math
 import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.device import Device
-from fnddp.wire.control import first_over, gather_over
+from fnddp.wire.control import first_over, gather_over, gathering, result_of
 from fnddp.wire.groups import rank
 from fnddp.wire.kinds import Work, waited
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
@@ -29,6 +29,16 @@ class StepFailedError(RuntimeError):
     the same where there was an earlier gradient, and sets None elsewhere. `value_and_grad` and `jit` do not write to
     `.grad`.
     """
+
+
+class Ends(NamedTuple):
+    """How many steps end with one that fails: those with a weight, and all, which includes that one."""
+
+    weighted: int
+    all: int
+
+
+ALONE = Ends(1, 1)
 
 
 class Vote:
@@ -57,7 +67,7 @@ class Vote:
         if self._wire.size(self._weight_group) > 1:
             self._start(self._device.of_host([weight.number], torch.float64), self._weight_group)
 
-    def scale(self, ends: int = 1) -> float | None:
+    def scale(self, ends: Ends = ALONE) -> float | None:
         """Return the factor of this rank's gradients. Raise as `numbers`, and a ValueError if all weights are zero."""
         numbers = self.numbers(ends)
         return None if numbers is None or self._weight is None else scale_of(self._weight.number, numbers)
@@ -71,23 +81,28 @@ class Vote:
         """
         return len(self.groups) == 1 and not self._device.is_asynchronous and not isinstance(self._wire, Elastic)
 
-    def refuse(self, error: BaseException, steps: int) -> Generator[Work]:
-        """Fail the next `steps` steps on the group, of any engines, because of `error`. Yield what it waits for."""
+    def refuse(self, error: BaseException, steps: int, are_joint: bool) -> Generator[Work]:
+        """Fail the next `steps` steps on the group, of any engines, because of `error`. Yield what it waits for.
+
+        Args:
+            are_joint: They belong to one backward; False if they are of weight blocks.
+        """
         while steps > 0:
             self.weigh(FAILED)
             assert self._work is not None
             yield self._work
             with _named_failures("exchange their weights"):
                 has_peers = bool((self._gathered() != FAILED.number).any())
-            steps -= self._told(error, 1)[1] if has_peers else 1  # nobody waits for a reason where all have failed
+            _, ends = (yield from self._telling(error, ALONE)) if has_peers else ("", ALONE)  # else nobody asks why
+            steps -= ends.all if are_joint else ends.weighted
 
-    def numbers(self, ends: int = 1) -> list[float] | None:
+    def numbers(self, ends: Ends = ALONE) -> list[float] | None:
         """Wait for all weights and return them, in rank order; None if no rank gave one, or one has failed.
 
         The vote reports a failure, unless the step `is_refusable`.
 
         Args:
-            ends: The number of steps with weights that end with this one if another rank has failed.
+            ends: The steps that end with this one if another rank has failed.
 
         Raises:
             StepFailedError: Another rank has failed, and all ranks raise.
@@ -109,7 +124,7 @@ class Vote:
             if self._device.is_asynchronous and self._weight != FAILED:
                 raise CollectiveError("another rank has failed in this step; see its own error")
             if self.is_refusable:
-                raise StepFailedError(self._told(None, ends)[0])
+                raise StepFailedError(result_of(self._telling(None, ends))[0])
             return None
         if all(number == NO_WEIGHT.number for number in numbers):
             return None
@@ -256,17 +271,17 @@ class Vote:
         raise AssertionError("all ranks gave a weight")
 
     def _explanation(self, error: BaseException | None) -> str:
-        return self._told(error, 1)[0]
+        return result_of(self._telling(error, ALONE))[0]
 
-    def _told(self, error: BaseException | None, ends: int) -> tuple[str, int]:
-        """Return why ranks have failed, and how many steps end by that: the most of any rank."""
+    def _telling(self, error: BaseException | None, ends: Ends) -> Generator[Work, None, tuple[str, Ends]]:
+        """Return why ranks have failed, and how many steps end by that: the most of any rank. Yield before waits."""
         reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
         reasons = [(rank(None) if dist.is_initialized() else None, reason)]
         with _named_failures(), self._device.selected():
             for group in self.groups:
-                told = gather_over(self._wire, (reasons, ends), group, self._device.device)
+                told = yield from gathering(self._wire, (reasons, ends), group, self._device.device)
                 named = {(i if who is None else who, why) for i, (some, _) in enumerate(told) for who, why in some}
-                reasons, ends = sorted(named, key=str), max(ended for _, ended in told)
+                reasons, ends = sorted(named, key=str), Ends(*map(max, zip(*(ended for _, ended in told), strict=True)))
         failures = "; ".join(f"rank {rank} failed with {why}" for rank, why in reasons if why is not None)
         return (
             f"{failures}. State and parameters are unchanged on all ranks, and gradients are not synchronized: clear "

@@ -1,7 +1,8 @@
 """Messages between ranks other than payloads, for set-up and errors: never counted as traffic."""
 
 import pickle
-from typing import Any
+from collections.abc import Generator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,10 @@ from fnddp.device import device_of_backends
 from fnddp.torch_private import broadcast_coalesced, without_modes
 from fnddp.wire.c10d import C10D, C10d
 from fnddp.wire.groups import live_group, live_rank, require_alone, world_size
-from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, waited
+from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, Work, waited
 from fnddp.wire.protocol import Wire
+
+T = TypeVar("T")
 
 BROADCAST_BYTES = 250 * 2**20
 """Size of a message of `broadcast`."""
@@ -72,15 +75,34 @@ def gather_object(value: Any, group: str | None) -> list[Any]:
 
 def gather_over(wire: Wire, value: Any, group: str | None, device: torch.device) -> list[Any]:
     """Return `value`, anything that pickles, of every rank of `group`, over any wire; `device` is that of payloads."""
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    return result_of(gathering(wire, value, group, device))
+
+
+def gathering(wire: Wire, value: Any, group: str | None, device: torch.device) -> Generator[Work, None, list[Any]]:
+    """Run `gather_over`; yield before each wait, for what else is under way meanwhile."""
     with without_modes():
-        sizes = _gathered(wire, torch.tensor([mine.numel()], dtype=torch.int64, device=device), group)
-        longest = int(sizes.max().item())
-        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+        sizes, work = wire.vote(torch.tensor([mine.numel()], dtype=torch.int64, device=device), group)
+    yield work
+    waited(work)
+    with without_modes():
+        lengths: list[int] = sizes.flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
         padded[: mine.numel()] = mine
-        rows = _gathered(wire, padded, group).cpu()
-    lengths: list[int] = sizes.flatten().tolist()
-    return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+        rows, work = wire.vote(padded, group)
+    yield work
+    waited(work)
+    with without_modes():
+        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows.cpu(), lengths, strict=True)]
+
+
+def result_of(steps: Generator[Any, None, T]) -> T:
+    """Run `steps` to the end, and return their result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 def first_over(wire: Wire, value: Any, group: str | None, device: torch.device) -> Any:
