@@ -131,14 +131,17 @@ def watched(rank: int, text: str, calls: int) -> tuple[list[int], list[int], lis
 @pytest.mark.parametrize(
     "text", ["diloco(allreduce, every=4)", "streaming_diloco(allreduce, every=6, fragments=2, delay=2)"]
 )
-def test_a_message_travels_between_start_and_end_of_its_exchange_and_nothing_else_not_even_a_vote(text: str):
+def test_a_message_travels_between_start_and_end_of_its_exchange_and_nothing_else_not_even_a_vote_after_the_first(
+    text: str,
+):
     plan = outer.lower(outer.parse(text), parameters(make_model()), world_size=2)
     starts = [each.starts for each in plan.exchanges for _ in each.plan.collectives]
     ends = [each.ends for each in plan.exchanges for _ in each.plan.collectives]
     for began, waited, votes in run_threads(2, watched, text, 9):
         assert began == [step for step in [*starts, *[step + plan.period for step in starts]] if step <= 9]
         assert waited == [end for end in [*ends, *[end + plan.period for end in ends]] if end <= 9]
-        assert votes == sorted(set(waited))
+        asked = [each.starts for each in plan.exchanges]  # in the first of each, whether ranks give weights
+        assert votes == sorted([*asked, *set(waited)])
 
 
 @pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", STREAMING])
@@ -172,6 +175,8 @@ def test_what_does_not_fit_is_refused():
     attached.state = outer.diloco(allreduce, every=2).init(parameters(model))
     with pytest.raises(ValueError, match="pass it"):
         outer.attach(model, None, outer.des_loc({"params": outer.local_sgd(every=2)}))
+    with pytest.raises(TypeError, match=r"outer='local_sgd\(every=2\)' is a str; expected an outer step"):
+        outer.attach(model, None, "local_sgd(every=2)")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="no parameter of the model requires gradients"):
         outer.attach(model.requires_grad_(False), None, outer.local_sgd(every=2))
     model, optimizer, _ = attached_model("des_loc({'momentum_buffer': local_sgd(every=2)})")

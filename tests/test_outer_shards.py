@@ -223,6 +223,9 @@ def test_what_workers_disagree_about_is_an_error_on_all_ranks(rank: int):
     crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])][rank in (1, 2)]
     with pytest.raises(fnddp.RankMismatchError, match=r"disagree about shard: rank .: .* of \[2\]; rank ."):
         outer.attach(model, None, outer.local_sgd(every=1), group=crossed)
+    in_part = sharded(mesh["shard"]) if rank in (0, 2) else Net()
+    with pytest.raises(fnddp.RankMismatchError, match="ranks 0, 2: sharded by fully_shard; ranks 1, 3: whole on each"):
+        outer.attach(in_part, None, outer.local_sgd(every=1), group=mesh["worker"])
     model = sharded(mesh, seed=1)  # HSDP, which reduces between workers in each step
     with pytest.raises(TypeError, match="hold different shards of one worker"):
         outer.attach(model, None, outer.local_sgd(every=1), group=mesh["worker"])
@@ -253,16 +256,24 @@ def test_a_workers_checkpoint_resumes_to_the_bit_and_is_loaded_by_another_number
         return made
 
     model, optimizer, attached = attached_model(mesh, 0)
+    attached.count(1)
     train(model, optimizer, worker, range(5))
     assert attached.under_way
+    attached.count(3 + 4 * rank)
     save(tmp_path / f"worker{worker}", model, optimizer, sync=attached, group=mesh["shard"].get_group())
     residuals = {name: p.residual for name, p in attached.state.inner.items()}
+
+    def unsent_of(worker: int) -> dict[str, dict[str, int]]:
+        return {"open": {"1": 2}, "now": {"": 12 + 16 * worker, "0": 10 + 16 * worker}}
+
+    assert attached.unsent == unsent_of(worker)
     train(model, optimizer, worker, range(5, 11))
 
     again, resumed, other = loaded(mesh, 1)
     train(again, resumed, worker, range(5, 11))
     assert bits(whole(again)) == bits(whole(model))
     assert bits(other.state) == bits(attached.state)
+    assert other.unsent == attached.unsent
     for each in (attached, other):
         each.detach()
 
@@ -279,6 +290,7 @@ def test_a_workers_checkpoint_resumes_to_the_bit_and_is_loaded_by_another_number
             for name, mine in fragment.items():
                 assert bits(saved[name][: len(mine)]) == bits(mine)
     assert all(each.shape == dict(single.named_parameters())[name].shape for name, each in saved.items())
+    assert one.unsent == unsent_of(rank % 2)
     one.detach()
 
 

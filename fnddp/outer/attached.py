@@ -28,7 +28,7 @@ from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 from fnddp.wire.weights import Weight
 
-_TOKENS, _TOKENS_SENT = "tokens", "tokens sent"
+_TOKENS, _TOKENS_SENT, _TOKENS_OPEN = "tokens", "tokens sent", "tokens of open exchanges"
 
 
 class Overlapped(Exchanges):
@@ -163,7 +163,12 @@ def attach(
     >>> attached.state.step
     1
     """
-    shards = shards_of(model, group, wire, commit)
+    if not isinstance(outer, Outer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"outer.attach: outer={outer!r} is a {type(outer).__name__}; expected an outer step, such as "
+            "fnddp.outer.diloco(allreduce, every=30), which fnddp.outer.parse makes of its text"
+        )
+    shards = shards_of(model, group, wire, commit, init_sync=init_sync)
     outer = outer if group is None else outer.over(group, unnamed_only=True)
     outer = outer.sized(shards.sizes) if shards.sizes else outer
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -206,6 +211,7 @@ class Attached:
         self._tokens: int | None = None  # that this rank has counted
         self._tokens_at: dict[str, int] = {}  # at the beginning of the open or last exchange, by its name
         self._tokens_sent: dict[str, int] = {}  # with the last exchange that was committed
+        self._tokens_resumed: dict[str, int] = {}  # at the beginning of one that was open in what was loaded
         self._handle = self._optimizer and self._optimizer.register_step_post_hook(self._after)
 
     @property
@@ -271,10 +277,43 @@ class Attached:
         counting = self._shards.total(int(self._tokens is not None))
         if not counting:
             return None
-        self._tokens_at[name] = self._tokens or 0
+        self._tokens_at[name] = self._tokens_resumed.pop(name, self._tokens or 0)
         total = self._shards.total(self._tokens_at[name] - self._tokens_sent.get(name, 0))
         told = f"none, since only {counting} of the {self._shards.ranks} ranks of its worker have called count()"
         return total if counting == self._shards.ranks else Weight(math.nan, told)
+
+    @property
+    def unsent(self) -> dict[str, dict[str, int]] | None:
+        """The tokens of the ranks of a worker since each exchange, at the beginning of open ones and now.
+
+        None without `count`. All ranks of the worker ask for it, and set it. The first of them counts on from there.
+        """
+        if not self._shards.total(int(self._tokens is not None)):
+            return None
+        open_at, now = self._tokens_open(), dict.fromkeys(["", *self._tokens_sent], self._tokens or 0)
+        return {
+            when: {name: self._shards.total(at - self._tokens_sent.get(name, 0)) for name, at in sorted(tokens.items())}
+            for when, tokens in (("open", open_at), ("now", now))
+        }
+
+    @unsent.setter
+    def unsent(self, unsent: Mapping[str, Mapping[str, int]] | None) -> None:
+        def own(when: str) -> dict[str, int]:
+            return {name: left if self._shards.is_first else 0 for name, left in (unsent or {}).get(when, {}).items()}
+
+        left = own("now")
+        tokens = left.pop("", 0)
+        sent = {name: tokens - each for name, each in left.items()}
+        opened = {name: sent.get(name, 0) + each for name, each in own("open").items()}
+        self._count_from(None if unsent is None else tokens, sent, opened)
+
+    def _tokens_open(self) -> dict[str, int]:
+        begun = {name: at for name, at in self._tokens_at.items() if name in self.under_way}
+        return {**self._tokens_resumed, **begun}
+
+    def _count_from(self, tokens: int | None, sent: Mapping[str, int], open_at: Mapping[str, int]) -> None:
+        self._tokens, self._tokens_sent = tokens, dict(sent)
+        self._tokens_at, self._tokens_resumed = {}, dict(open_at)
 
     def join(self, saved: Mapping[str, Any]) -> None:
         """Load another rank's `replicated_state_dict`, and continue from its anchor with no tokens counted.
@@ -285,8 +324,7 @@ class Attached:
         leaves = self._leaves()
         for path, anchor in self.outer.anchors(self._state).items():
             leaves[path].copy_(anchor)
-        self._tokens = None if self._tokens is None else 0
-        self._tokens_at, self._tokens_sent = {}, {}
+        self._count_from(None if self._tokens is None else 0, {}, {})
 
     def rejoin(self, saved: Mapping[str, Any]) -> None:
         """Load another rank's `replicated_state_dict`, and keep what this rank has trained since its last exchange.
@@ -305,15 +343,14 @@ class Attached:
 
         It holds the input of each open exchange, which is exchanged again after loading, and the tokens counted.
         """
-        counted = {} if self._tokens is None else {_TOKENS: self._tokens, _TOKENS_SENT: dict(self._tokens_sent)}
-        return {**state_dict(self.state), **counted}
+        counted = {_TOKENS: self._tokens, _TOKENS_SENT: dict(self._tokens_sent), _TOKENS_OPEN: self._tokens_open()}
+        return {**state_dict(self.state), **(counted if self._tokens is not None else {})}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a `state_dict` of the same outer step, on all ranks; load the model and the optimizer too."""
-        state = {key: value for key, value in saved.items() if key not in (_TOKENS, _TOKENS_SENT)}
-        self._state = load_state_dict(self._state, state)
-        self._tokens = saved.get(_TOKENS)
-        self._tokens_at, self._tokens_sent = {}, dict(saved.get(_TOKENS_SENT, {}))
+        counted = (_TOKENS, _TOKENS_SENT, _TOKENS_OPEN)
+        self._state = load_state_dict(self._state, {key: each for key, each in saved.items() if key not in counted})
+        self._count_from(saved.get(_TOKENS), saved.get(_TOKENS_SENT, {}), saved.get(_TOKENS_OPEN, {}))
 
     def replicated_state_dict(self) -> dict[str, Any]:
         """Return the part of `state_dict` that is equal on all ranks, for a rank that joins."""

@@ -1,5 +1,6 @@
 """An outer step's state of one worker for torch.distributed.checkpoint: shards as shards, for other numbers of them."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from fnddp.core.sync import State
 from fnddp.outer.contract import Outer
 from fnddp.outer.shards import local
 
-_PARTS, _OUTER = "parts", "outer step"
+_PARTS, _OUTER, _UNSENT = "parts", "outer step", "tokens since exchanges"
 
 
 class HasOuter(Protocol):
@@ -21,6 +22,7 @@ class HasOuter(Protocol):
 
     outer: Outer
     state: State
+    unsent: dict[str, dict[str, int]] | None
 
 
 class OuterCheckpoint(Checkpoint):
@@ -50,6 +52,7 @@ class OuterCheckpoint(Checkpoint):
         return {
             _PARTS: [part.key for part in parts(self._attached.state)],
             _OUTER: repr(self._attached.outer.over(None)),
+            _UNSENT: json.dumps(self._attached.unsent),  # as a whole: a dict would be saved, and loaded, by its keys
         }
 
     def saved_by(self, saved: Mapping[str, Any]) -> int:
@@ -75,6 +78,7 @@ class OuterCheckpoint(Checkpoint):
         values = {part.key: state_dict[self._key(part)] for part in parts(self._attached.state)}
         merged = {key: local(each) if isinstance(each, Tensor) else each for key, each in values.items()}
         self._attached.state = load_state_dict(self._attached.state, merged)
+        self._attached.unsent = json.loads(state_dict[_UNSENT])
 
     def _like(self, part: Any) -> DTensor | None:
         """Return the parameter of which `part` has a number for each element, if that is sharded."""

@@ -17,6 +17,8 @@ from fnddp.wire.control import total
 from fnddp.wire.groups import live_group
 from fnddp.wire.protocol import Wire
 
+_MODEL = "the model of outer.attach"
+
 
 @dataclass(frozen=True)
 class Shards:
@@ -30,6 +32,7 @@ class Shards:
         place: This rank's shard, in words.
         modules: What FSDP may have left whole.
         ranks: The number of ranks of the worker.
+        is_first: True on one of them.
     """
 
     groups: tuple[str | None, ...] = ()
@@ -38,6 +41,7 @@ class Shards:
     place: str = ""
     modules: tuple[Any, ...] = ()
     ranks: int = 1
+    is_first: bool = True
 
     def total(self, number: int) -> int:
         """Return the sum of `number` over the ranks of the worker."""
@@ -51,17 +55,19 @@ class Shards:
             module.reshard()
 
 
-def shards_of(model: nn.Module, group: Group, wire: Wire, commit: Callable[[], bool] | None) -> Shards:
+def shards_of(
+    model: nn.Module, group: Group, wire: Wire, commit: Callable[[], bool] | None, *, init_sync: bool = True
+) -> Shards:
     """Return how the parameters of `model` that require gradients are sharded, or `Shards()`. All ranks call it.
 
     Args:
         group: The ranks that hold the same shard in each worker.
-        wire, commit: See `attach`.
+        wire, commit, init_sync: See `attach`.
 
     Raises:
         TypeError: They are not, or hold several shards of one worker; or a parameter is not sharded, and others are.
         ValueError: There is no `commit`, where `wire` is not torch.distributed's.
-        RankMismatchError: Another rank has raised one.
+        RankMismatchError: Another rank has raised one; or some ranks have shards, and others whole parameters.
     """
     modules = tuple(module for module, _ in fsdp_groups(model).values())
     made = Shards(modules=modules)
@@ -69,6 +75,8 @@ def shards_of(model: nn.Module, group: Group, wire: Wire, commit: Callable[[], b
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
     if not sharded:
+        if init_sync and isinstance(wire, C10d) and dist.is_initialized():
+            agree(lambda: {_MODEL: "whole on each rank"}, None)
         return Shards()
     largest = max((p.device_mesh for p in sharded.values()), key=DeviceMesh.size)
 
@@ -88,14 +96,14 @@ def shards_of(model: nn.Module, group: Group, wire: Wire, commit: Callable[[], b
                 "outer.attach: over a wire other than torch.distributed's, the ranks of a sharded worker agree by "
                 "`commit` alone; give it, such as commit=manager.should_commit"
             )
-        return {}
+        return {_MODEL: "sharded by fully_shard"}
 
     agree(check, None)  # of all ranks, since one without a mesh knows no smaller group
     groups = tuple(dict.fromkeys(group_name((largest, dim)) for dim in range(largest.ndim)))
     voters = groups if isinstance(wire, C10d) else ()
     place = f"{largest.get_coordinate()} of {list(largest.shape)}"
     sizes = {name: p.numel() for name, p in sharded.items()}
-    return Shards(groups, voters, sizes, place, modules, largest.size())
+    return Shards(groups, voters, sizes, place, modules, largest.size(), not any(largest.get_coordinate() or ()))
 
 
 def _require_workers(group: Group, shards: DeviceMesh) -> None:
