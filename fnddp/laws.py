@@ -101,22 +101,15 @@ def check_on_rank(rank: int, sync: Sync, grads: Grads, traces: Traces | None = N
             law(rank, sync, grads, **({"traces": traces} if law in LOWERED else {}))
 
 
-def _has_owners(sync: Sync) -> bool:
-    """Return True if ranks get other leaves, those that they own."""
-    return any(isinstance(each, to_owners) for each in all_in(sync))
-
-
 def applies(law: Law, sync: Sync) -> bool:
     """Return True if `law` is about pipelines such as `sync`; law 5 needs one that `loses_nothing`, too."""
-    if law is law_12_what_owners_have_is_the_mean:
-        return _has_owners(sync)
-    is_half = any(isinstance(each, to_owners | to_all) for each in all_in(sync))
-    if is_half and law in (law_5_lossless_is_exact, law_10_simulated_is_real, law_11_weighted_is_pooled):
+    halves = {type(each) for each in all_in(sync)} & {to_owners, to_all}
+    if law in (law_1_outputs_are_like_inputs, law_12_what_owners_have_is_the_mean):
+        return (to_owners in halves) == (law is law_12_what_owners_have_is_the_mean)
+    if halves and law in (law_5_lossless_is_exact, law_10_simulated_is_real, law_11_weighted_is_pooled):
         return False
-    if law in _ABOUT_ALL and _has_owners(sync):
+    if law in _ABOUT_ALL and not sync.agrees:
         return False
-    if not sync.ops and law in (law_2_all_ranks_get_the_same_bits, law_4_sent_reduces_to_mean, law_5_lossless_is_exact):
-        return False  # nothing is reduced
     if law in (law_4_sent_reduces_to_mean, law_5_lossless_is_exact):
         return len(sync.ops) == 1 and sync.sent_is_exact
     if law is law_8_error_feedback_loses_nothing:
@@ -294,7 +287,7 @@ def law_6_lowered_is_eager(
         scale = _scale(grads, step) + _largest([want[-1]])
         terms = 4 * world_size(None)
         _require_near(done.mean, want[-1], f"{where}: leaf", "the eager mean", rounding(sync), scale, terms)
-        everyone = gather(bits(done.mean)) if sync.ops and not _has_owners(sync) else []
+        everyone = gather(bits(done.mean)) if sync.agrees else []
         _require(everyone[1:] == everyone[:-1], f"{where}: ranks have other bits of the engine's mean")
     for step in range(STEPS if exact else 0):
         what = f"with {donation} a later step has written over step {step}'s mean of"
@@ -466,9 +459,9 @@ def _exchanges(sync: Sync, grads: Grads, rank: int) -> Iterator[tuple[Leaves, Ex
 
 
 _ABOUT_ALL = (
-    law_1_outputs_are_like_inputs,
     law_2_all_ranks_get_the_same_bits,
     law_4_sent_reduces_to_mean,
+    law_5_lossless_is_exact,
     law_8_error_feedback_loses_nothing,
 )
 """Laws of pipelines that give every rank the mean of all leaves."""

@@ -106,7 +106,7 @@ def test_the_page_on_architecture_names_what_is_there():
         assert any(re.search(rf"class {owner}\b[\s\S]*def {method}\b", text) for text in texts), f"{owner}.{method}"
 
 
-DERIVED = {"agrees", "gives_later", "carries"}  # from flags, and final
+DERIVED = {"agrees", "gives_later", "carries"}  # from flags; `to_owners` alone sets `agrees`
 
 
 def flags_of(cls: type) -> set[str]:

@@ -586,6 +586,14 @@ def test_halves_in_a_functional_loop(rank: int):
         fnddp.lower(first, params, world_size=2)
 
 
+def test_what_needs_one_mean_on_all_ranks_refuses_leaves_that_only_owners_have():
+    half = fnddp.parse("error_feedback(quantize(to_owners(), bits=4))")
+    assert not half.agrees
+    assert with_halves(half, to_all()).agrees
+    with pytest.raises(TypeError, match="gives ranks other means of some leaves"):
+        fnddp.clip_by_global_norm(half, max_norm=1.0)
+
+
 @pytest.mark.parametrize("text", ["two_shot", "sign(two_shot, chunk=24)", "topk(two_shot, ratio=0.3)"])
 @on_ranks(3, threads=True)
 def test_owners_have_what_allgather_gives_to_all(rank: int, text: str):

@@ -226,10 +226,12 @@ class Sync(Expression, abc.ABC):
         """True if its mean may be finite where a gradient is not."""
         return any(child.hides_nonfinite for child in self.children())
 
-    @final
     @property
     def agrees(self) -> bool:
-        """True if all ranks get the same mean of every leaf. False without a reduction, and over several groups."""
+        """True if all ranks get the same mean of every leaf. False without a reduction, and over several groups.
+
+        It follows from what is inside; only a reducer that gives ranks other leaves (`to_owners`) sets it.
+        """
         inner = list(self.children())
         if not any(child.ops for child in inner):  # what nothing inside reduces, it may reduce itself
             return bool(self.ops)

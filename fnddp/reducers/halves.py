@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -171,6 +171,8 @@ class to_owners(_Half):
     >>> to_owners()({"w": torch.ones(2)}, ())
     ({'w': tensor([1., 1.])}, ())
     """
+
+    agrees: ClassVar[Any] = False  # ranks have other leaves
 
     group: Group = None
     owners: Owners | None = None
