@@ -80,7 +80,8 @@ def test_agreement(gloo):
     assert run_threads(3, outcome, own) == ["agreed"] * 3
     assert gloo(2, outcome, own) == ["agreed"] * 2
     assert outcome(1, own) == "agreed"  # without a process group
-    for value in torch.ones(2, dtype=torch.complex64).conj(), torch.empty(2, device="meta"):  # not in memory as it is
+    in_a_column = torch.ones(2, 2)[:1, :1].T  # one element, with a stride of 2
+    for value in torch.ones(2, dtype=torch.complex64).conj(), torch.empty(2, device="meta"), in_a_column:
         verify(allreduce, tree(), Marked(value))
 
 

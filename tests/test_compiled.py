@@ -39,7 +39,7 @@ def inputs_of(rank: int) -> dict[str, Tensor]:
     "text",
     [*FIRST_RING, *(pytest.param(text, marks=pytest.mark.thorough) for text in TRACED)],
 )
-@on_ranks(2)
+@on_ranks(2, seconds=240)  # of a compiler
 def test_compiled_equals_eager(rank: int, text: str) -> None:
     sync, inputs = fnddp.parse(text), inputs_of(rank)
 

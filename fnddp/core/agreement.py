@@ -183,5 +183,6 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
     whole = hashlib.sha256()
     for tensor in tensors:
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        whole.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+        # A single element may have any stride, and a view as bytes needs a last one of 1.
+        whole.update(plain.reshape(-1).unsqueeze(-1).view(torch.uint8).numpy().tobytes())
     return whole.hexdigest()[:16]
