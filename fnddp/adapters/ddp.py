@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fnddp import torch_private
 from fnddp.adapters.backward import Backward, WeakHook
-from fnddp.adapters.handle import PipelineHandle
+from fnddp.adapters.handle import PipelineHandle, require_none_new
 from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
@@ -168,14 +168,10 @@ class Handle(PipelineHandle):
                 parameter.grad.detach().copy_(mean)
 
     def _require_known(self) -> None:
-        """Raise a ValueError if a parameter has a gradient that DDP, or the pipeline, does not know."""
-        arrived = {p for bucket in self._pending for p in bucket.parameters}
-        for name, p in self._module.named_parameters():
-            if p.requires_grad and name not in self._ignored and not (p in arrived and p in self._names):
-                raise ValueError(
-                    f"parameter {name!r} was frozen when {'register' if p in arrived else 'DistributedDataParallel'} "
-                    "was called, and is not now; wrap the module and register the pipeline again"
-                )
+        known = {p for bucket in self._pending for p in bucket.parameters} & self._names.keys()
+        trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        new = [name for name, p in trained.items() if name not in self._ignored and p not in known]
+        require_none_new("register", new, "wrap the module and register the pipeline again")
 
 
 def _computes_by_element(sync: Sync) -> bool:

@@ -46,6 +46,15 @@ def warn_without_memory(sync: Sync) -> None:
         )
 
 
+def require_none_new(owner: str, names: Iterable[str], fix: str) -> None:
+    """Raise a RuntimeError if parameters require gradients that did not, or were not there, when `owner` was set up."""
+    if found := ", ".join(names):
+        raise RuntimeError(
+            f"{owner}: {found} did not require a gradient when it was called, or came later, so ranks would train "
+            f"apart there; {fix}"
+        )
+
+
 class HasPipeline:
     """A pipeline that synchronizes the gradients of a model, with its state."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fnddp.adapters.backward import Backward
+from fnddp.adapters.handle import require_none_new
 from fnddp.core.agreement import agree_over, description
 from fnddp.core.group import Group, group_name
 from fnddp.core.state import load_state_dict, parts, require_like, state_dict
@@ -283,7 +284,7 @@ class Attached:
         return total if counting == self._shards.ranks else Weight(math.nan, told)
 
     @property
-    def unsent(self) -> dict[str, dict[str, int]] | None:
+    def unsent(self) -> Mapping[str, Mapping[str, int]] | None:
         """The tokens of the ranks of a worker since each exchange, at the beginning of open ones and now.
 
         None without `count`. All ranks of the worker ask for it, and set it. The first of them counts on from there.
@@ -386,11 +387,7 @@ class Attached:
     def _require_known(self) -> None:
         known = set(self._parameters.values())
         new = [name for name, p in self._model.named_parameters() if p.requires_grad and p not in known]
-        if new:
-            raise RuntimeError(
-                f"outer.attach: {', '.join(new)} did not require a gradient when it was called, or came later, so "
-                "it would never be exchanged; detach(), and call outer.attach again"
-            )
+        require_none_new("outer.attach", new, "detach(), and call outer.attach again")
 
     def _fresh(self) -> State:
         return self.outer.init(self.outer.leaves_of(self._detached(), None))

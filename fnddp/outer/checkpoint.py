@@ -22,7 +22,7 @@ class HasOuter(Protocol):
 
     outer: Outer
     state: State
-    unsent: dict[str, dict[str, int]] | None
+    unsent: Any  # see `Attached`
 
 
 class OuterCheckpoint(Checkpoint):

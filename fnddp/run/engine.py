@@ -344,8 +344,12 @@ class Engine:
         self._notices = tuple(dict.fromkeys([*before._notices, *self._notices]))
 
     def count_on_from(self, before: "Engine") -> None:
-        """Call `follow`, and take the place of `before` among engines, with its counts of steps and its measuring."""
+        """Call `follow`, and take the place of `before` among engines, with its counts of steps and its measuring.
+
+        All ranks do so, with the same leaves.
+        """
         self.follow(before)
+        self._exchanges_weights = before._exchanges_weights
         self.number, self.begun = before.number, before.begun
         self.steps, self.failed_steps = before.steps, before.failed_steps
         if before._measured_from is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fnddp.adapters.handle import require_none_new
 from fnddp.ir.program import LeafSpec
 from fnddp.torch_private import buffers_in, grad_dtype, modules_in, parameters_in
 
@@ -74,11 +75,7 @@ class Slots:
     def require_known(self, module: nn.Module) -> None:
         """Raise a RuntimeError if a frozen parameter is not frozen any more, or there are new parameters."""
         thawed = [n for n, held, key in self._frozen_places if (t := held.get(key)) is not None and t.requires_grad]
-        if thawed:
-            raise RuntimeError(
-                f"{OWNER}: {', '.join(thawed)} did not require a gradient when the module was wrapped, and does now, "
-                "so its gradient would not be synchronized; wrap the module again"
-            )
+        require_none_new(OWNER, thawed, "wrap the module again")
         has_same_parts = module is self._module and all(held == before for held, before in self._parts)
         if has_same_parts and all(len(held) == size for held, size in self._sizes):
             return
@@ -86,11 +83,7 @@ class Slots:
         known = {id(parameter) for parameter in [*of.parameters.values(), *of.frozen.values()]}
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
         new = [name for name, _ in named if name not in of.parameters and name not in of.others]
-        if new:
-            raise RuntimeError(
-                f"{OWNER}: {', '.join(new)} came into the module after it was wrapped, so its gradient would not be "
-                "synchronized; wrap the module again"
-            )
+        require_none_new(OWNER, new, "wrap the module again")
         self._look_up(module)
 
     def _look_up(self, module: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fnddp import torch_private
 from fnddp.adapters.backward import Backward, WeakHook
 from fnddp.adapters.checkpoint import Checkpoint
-from fnddp.adapters.handle import PipelineHandle
+from fnddp.adapters.handle import PipelineHandle, require_none_new
 from fnddp.core.agreement import agree_over, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
@@ -103,7 +103,8 @@ class Replicas(PipelineHandle):
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or torch_private.is_within_backward():  # evaluation; activation checkpointing
             return
-        self._require_frozen()
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        require_none_new("compress_replicas", thawed, "unfreeze parameters before compress_replicas")
         self._backward.require_idle()
         if self._compares:
             self._require_one_choice(_groups(self._shards))
@@ -111,14 +112,6 @@ class Replicas(PipelineHandle):
         for tensor in torch_private.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._before_backward)
-
-    def _require_frozen(self) -> None:
-        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if thawed:
-            raise RuntimeError(
-                f"compress_replicas: {', '.join(thawed)} did not require a gradient when it was called, and does now, "
-                "so its gradient would not be synchronized; unfreeze parameters before compress_replicas"
-            )
 
     def _before_backward(self, _: Tensor) -> None:
         if not any(group.reduces for group in self._fsdp):  # FSDP keeps whole gradients for a later backward
