@@ -35,7 +35,7 @@ SAID = (
     "ok: means are equal on all ranks, to the bit: allreduce, bf16(two_shot)",
     "link between all ranks: ",
     " ns/B)",
-    "can pay here",
+    ' here: sync="auto" ',
 )
 DOCTOR = ("doctor", "--model", SMALL, "--device", "cpu")
 
@@ -145,6 +145,8 @@ def test_the_verdict_is_what_auto_takes_and_what_is_faster() -> None:
     assert examination.verdict(taking) == f"Compression can pay here: {auto}"
     faster = replace(findings(**{four: 0.5}), chosen=best)
     assert f"{auto}. Faster: {four}, 2.00x as fast as that; whether your" in examination.verdict(faster)
+    little = replace(findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99)), chosen=SIXTEEN_BITS[0])
+    assert examination.verdict(little).startswith('Compression pays little here: sync="auto" takes')
     nothing = findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99))
     assert examination.verdict(nothing).startswith('No compression can pay here: sync="auto" keeps the plain mean')
 

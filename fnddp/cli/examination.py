@@ -214,11 +214,14 @@ def verdict(findings: Findings) -> str:
         said = f'sync="auto" keeps the plain mean here; of its step {exposed} are exposed'
     else:
         said = f'sync="auto" takes {auto.pipeline} here: {plain.seconds / auto.seconds:.2f}x as fast as the plain mean'
-    can = "No compression" if best.seconds > (1 - MARGIN) * plain.seconds else "Compression"
+    if best.seconds <= (1 - MARGIN) * plain.seconds:
+        said = f"Compression can pay here: {said}"
+    else:
+        said = f"No compression can pay here: {said}" if auto is plain else f"Compression pays little here: {said}"
     if best.seconds > (1 - MARGIN) * auto.seconds:
-        return f"{can} can pay here: {said}"
+        return said
     faster = f"{best.pipeline}, {auto.seconds / best.seconds:.2f}x as fast as that"
-    return f"{can} can pay here: {said}. Faster: {faster}; whether your model trains as well with it: fnddp tune"
+    return f"{said}. Faster: {faster}; whether your model trains as well with it: fnddp tune"
 
 
 def as_json(findings: Findings, device: str) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def save(
         model: A `fnddp.DistributedDataParallel`, torch's, or one that FSDP has sharded.
         optimizers: Optimizers of its parameters.
         sync: The result of `register` or `compress_replicas`; None where `model` itself has the pipeline.
-        more: More to save, by name: numbers, tensors, objects with a `state_dict`, such as a scheduler.
+        more: More to save, by name: numbers, tensors, objects with a `state_dict`, such as a scheduler. Each name is
+            saved once for all ranks; what differs between them needs names that do, such as `f"random{rank}"`.
         group: The ranks that save, all of which call it; None for all ranks.
 
     Raises:
