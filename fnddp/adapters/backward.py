@@ -24,7 +24,7 @@ Owner = TypeVar("Owner")
 UNFINISHED = "its backward did not finish"
 
 
-def nothing(*_: Any) -> None:
+def _nothing(*_: Any) -> None:
     pass
 
 
@@ -48,12 +48,12 @@ class Backward:
         self,
         engine: Any,
         *,
-        undo: Callable[[], object] = nothing,
+        undo: Callable[[], object] = _nothing,
         named: Callable[[BaseException], BaseException] = _same,
     ) -> None:
         self.engine, self._undo, self._named = engine, undo, named
         self.failure: BaseException | None = None
-        self._ending: Callable[[], object] = nothing  # the callback at its end; None once it is known not to come
+        self._ending: Callable[[], object] = _nothing  # the callback at its end; None once it is known not to come
         self._together: _Together | None = None  # the steps of the autograd backward that has this one, or will
 
     @property
@@ -108,7 +108,7 @@ class Backward:
         self.failure = self.failure or error
 
     def end(
-        self, late: Callable[[], object] = nothing, check: Callable[[frozenset[str]], object] = nothing
+        self, late: Callable[[], object] = _nothing, check: Callable[[frozenset[str]], object] = _nothing
     ) -> Synchronized:
         """End the step on all ranks alike, and return the means.
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fnddp import torch_private
-from fnddp.adapters.backward import WeakHook
+from fnddp.adapters.backward import Backward, WeakHook
 from fnddp.adapters.handle import PipelineHandle, require_none_new
 from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
@@ -48,6 +48,7 @@ class Handle(PipelineHandle):
         self._pending: list[_Bucket] = []
         self._last: list[_Bucket] = []  # of the last step, if they may become leaves
         self._layout: list[list[Tensor]] | None = None  # parameters of DDP's buckets, if these are the leaves
+        self._backward = Backward(self._engine)
         self._looks_between = False
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -143,8 +144,9 @@ class Handle(PipelineHandle):
         """Make DDP's `buckets` the leaves of later steps, if all in them is known: that is one operation for each."""
         if all(each.is_plain and self._names.keys() >= {*each.parameters} for each in buckets):
             leaves = {self._name_of(bucket): bucket.buffer for bucket in reversed(buckets)}  # expected last to first
-            before, self._backward.engine = self._engine, self._engine_of(self.sync, leaves)
+            before, self._engine = self._engine, self._engine_of(self.sync, leaves)
             self._engine.count_on_from(before)
+            self._backward.engine = self._engine
             self._engine.connect()
             self._layout = [bucket.parameters for bucket in buckets]
 

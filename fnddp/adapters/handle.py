@@ -1,11 +1,11 @@
 """The base classes of objects that own a pipeline and its state, and their numbers for a log."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Protocol
 
-from fnddp.adapters.backward import Backward, nothing
+from fnddp.adapters.backward import Backward
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.codecs.topk import dct_topk, topk
 from fnddp.core.agreement import agree_on_state, agree_over
@@ -135,7 +135,6 @@ class PipelineHandle(HasPipeline):
 
     Args:
         leaves: Tensors like the gradients, by name.
-        undo: See `Backward`.
         options: Further arguments of the engine.
 
     Attributes:
@@ -143,17 +142,9 @@ class PipelineHandle(HasPipeline):
     """
 
     state = HasPipeline.sync_state
+    _backward: Backward
 
-    def __init__(
-        self,
-        leaves: Leaves,
-        sync: Sync,
-        group: str | None,
-        wire: Wire = C10D,
-        *,
-        undo: Callable[[], object] = nothing,
-        **options: Any,
-    ) -> None:
+    def __init__(self, leaves: Leaves, sync: Sync, group: str | None, wire: Wire = C10D, **options: Any) -> None:
         warn_without_memory(sync)
 
         def engine_of(sync: Sync, leaves: Leaves = leaves) -> Engine:
@@ -161,19 +152,16 @@ class PipelineHandle(HasPipeline):
             donation = Donation(gradients="at_end", state=True)
             return Engine(sync, specs, state=sync.init(leaves), donation=donation, groups=[group], wire=wire, **options)
 
-        self._engine_of, self._backward = engine_of, Backward(engine_of(sync), undo=undo)
+        self._engine_of, self._engine = engine_of, engine_of(sync)
         self.group, self._group, self._wire = group, group, wire
-
-    @property
-    def _engine(self) -> Engine:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._backward.engine
 
     def __repr__(self) -> str:
         steps = self._engine.steps
         return f"<{type(self).__name__} of {self.sync}, after {steps} step{'s' * (steps != 1)}>"
 
     def _adopt(self, sync: Sync) -> None:
-        self._backward.engine, self._compares = self._engine_of(sync.over(self._group, unnamed_only=True)), True
+        self._engine, self._compares = self._engine_of(sync.over(self._group, unnamed_only=True)), True
+        self._backward.engine = self._engine
         self._engine.connect()
 
 

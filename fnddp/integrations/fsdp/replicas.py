@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
-from fnddp.adapters.backward import WeakHook
+from fnddp.adapters.backward import Backward, WeakHook
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.handle import PipelineHandle, require_none_new
 from fnddp.core.agreement import agree_over, description
@@ -42,10 +42,11 @@ class Replicas(PipelineHandle):
     ) -> None:
         self._frozen, self._shards, self._parameters = frozen, shards, parameters
         local = _local(parameters)
-        super().__init__(local, sync, group, undo=self._undo, learns_order=True, other_groups=_groups(shards))
+        super().__init__(local, sync, group, learns_order=True, other_groups=_groups(shards))
         self._synchronizes = self._is_armed = True  # outside of no_sync: now, and in the last forward
         self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # synchronized gradients
         self._before: dict[str, DTensor] = {}  # those that `.grad` held before this backward
+        self._backward = Backward(self._engine, undo=self._undo)
         self._part: Reduction | None = None  # that of shards, at the end of the step
         self._reductions, self._weight = reductions, RankWeight() if reductions is None else reductions.weight
         self._fsdp = [group for _, groups in torch_private.fsdp_groups(model).values() for group in groups]
