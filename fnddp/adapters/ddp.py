@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fnddp import torch_private
 from fnddp.adapters.backward import Backward, WeakHook
-from fnddp.adapters.handle import PipelineHandle, require_none_new
+from fnddp.adapters.handle import PipelineHandle, not_synchronized
 from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
@@ -171,7 +171,8 @@ class Handle(PipelineHandle):
         known = {p for bucket in self._pending for p in bucket.parameters} & self._names.keys()
         trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         new = [name for name, p in trained.items() if name not in self._ignored and p not in known]
-        require_none_new("register", new, "wrap the module and register the pipeline again")
+        if new:
+            raise not_synchronized("register", new, "wrap the module and register the pipeline again")
 
 
 def _computes_by_element(sync: Sync) -> bool:

@@ -46,13 +46,12 @@ def warn_without_memory(sync: Sync) -> None:
         )
 
 
-def require_none_new(owner: str, names: Iterable[str], fix: str) -> None:
-    """Raise a RuntimeError if parameters require gradients that did not, or were not there, when `owner` was set up."""
-    if found := ", ".join(names):
-        raise RuntimeError(
-            f"{owner}: {found} did not require a gradient when it was called, or came later, so ranks would train "
-            f"apart there; {fix}"
-        )
+def not_synchronized(owner: str, names: Iterable[str], fix: str) -> RuntimeError:
+    """Return the error about parameters that require gradients, and did not, or were not there, at the set-up."""
+    return RuntimeError(
+        f"{owner}: {', '.join(names)} did not require a gradient when it was called, or came later, so ranks would "
+        f"train apart there; {fix}"
+    )
 
 
 class HasPipeline:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fnddp.adapters.backward import Backward
-from fnddp.adapters.handle import require_none_new
+from fnddp.adapters.handle import not_synchronized
 from fnddp.core.agreement import agree_over, description
 from fnddp.core.group import Group, group_name
 from fnddp.core.state import load_state_dict, parts, require_like, state_dict
@@ -387,7 +387,8 @@ class Attached:
     def _require_known(self) -> None:
         known = set(self._parameters.values())
         new = [name for name, p in self._model.named_parameters() if p.requires_grad and p not in known]
-        require_none_new("outer.attach", new, "detach(), and call outer.attach again")
+        if new:
+            raise not_synchronized("outer.attach", new, "detach(), and call outer.attach again")
 
     def _fresh(self) -> State:
         return self.outer.init(self.outer.leaves_of(self._detached(), None))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fnddp import torch_private
 from fnddp.adapters.backward import Backward, WeakHook
 from fnddp.adapters.checkpoint import Checkpoint
-from fnddp.adapters.handle import PipelineHandle, require_none_new
+from fnddp.adapters.handle import PipelineHandle, not_synchronized
 from fnddp.core.agreement import agree_over, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
@@ -104,7 +104,8 @@ class Replicas(PipelineHandle):
         if not torch.is_grad_enabled() or torch_private.is_within_backward():  # evaluation; activation checkpointing
             return
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        require_none_new("compress_replicas", thawed, "unfreeze parameters before compress_replicas")
+        if thawed:
+            raise not_synchronized("compress_replicas", thawed, "unfreeze parameters before compress_replicas")
         self._backward.require_idle()
         if self._compares:
             self._require_one_choice(_groups(self._shards))
