@@ -423,7 +423,8 @@ def fail_next(errors: Mapping[Engine, BaseException], *, are_joint: bool = False
         are_joint: The steps belong to one backward; on other ranks, one that fails ends those that wait for it.
     """
     lines: dict[Any, tuple[Vote, list[Engine]]] = {}
-    _break_unordered([] if are_joint else list(errors), errors)
+    if not are_joint:
+        _break_unordered(errors)
     for engine in errors:
         with suppress(RuntimeError):  # if a step cannot begin, no rank waits for this one
             engine.refuse_after_failure()
@@ -438,17 +439,17 @@ def fail_next(errors: Mapping[Engine, BaseException], *, are_joint: bool = False
         sleep(REFUSAL_SECONDS if waiting else 0)
 
 
-def _break_unordered(engines: Sequence[Engine], errors: Mapping[Engine, BaseException]) -> None:
-    """Let engines refuse further steps that began without weights, where several of them share a process group.
+def _break_unordered(errors: Mapping[Engine, BaseException]) -> None:
+    """Let engines refuse further steps that share a process group, if one of them has begun steps without weights.
 
-    This rank cannot know which of their first steps with weights the other ranks come to first. They wait for it there
-    until it ends, or the process group's timeout is over.
+    The first step with weights of that one sends other messages than the others, and this rank cannot know which of
+    them the other ranks come to first. They wait there until this rank ends, or the process group's timeout is over.
     """
-    unknown = [engine for engine in engines if engine.begins_without_weights]
-    used = Counter(line for engine in unknown for line in engine.lines)
-    for engine in unknown:
-        if any(used[line] > 1 for line in engine.lines):
-            engine.broken = errors[engine]
+    used = Counter(line for engine in errors for line in engine.lines)
+    unknown = {line for engine in errors if engine.begins_without_weights for line in engine.lines if used[line] > 1}
+    for engine, error in errors.items():
+        if unknown.intersection(engine.lines):
+            engine.broken = error
 
 
 class _Refusal:

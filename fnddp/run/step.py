@@ -15,7 +15,7 @@ from fnddp.core.tree import Leaves, is_inexact
 from fnddp.device import Device, Stream
 from fnddp.ir.program import Collective, Segment
 from fnddp.run.program import BoundSegment, Input, Program, UnexpectedGradient
-from fnddp.run.vote import Ends, StepFailedError, Vote
+from fnddp.run.vote import EndedSteps, StepFailedError, Vote
 from fnddp.show.trace import Observer, profiled
 from fnddp.torch_private import has_modes, is_held, is_profiling, without_autocast, without_modes
 from fnddp.wire.counter import count_payload
@@ -228,8 +228,16 @@ class Step:
 
     def advance(self, *, block: bool = False) -> None:
         """Run segments that are ready; with `block`, wait for collectives, and stop only at a missing gradient."""
-        if self.is_open and not self.is_held:
+        if self.is_open and not self.is_held and (block or not self._is_asking()):
             self._go_on(block)
+
+    def _is_asking(self) -> bool:
+        """Return True while it is not known, in an engine's first step, whether ranks give weights.
+
+        Nothing waits for that within backward: steps of several models may come in another order on each rank.
+        """
+        is_first = self.exchanges_weights is None and self._is_weighing
+        return is_first and self._vote is not None and not self._vote.is_weighed
 
     def _go_on(self, block: bool) -> None:
         segments = self._program.segments
@@ -461,7 +469,7 @@ class Step:
             assert self._vote is not None
             behind = self._open_behind()
             weighted = [step for step in behind if step._weight is not None]
-            scale = self._vote.scale(Ends(1 + len(weighted), 1 + len(behind)))
+            scale = self._vote.scale(EndedSteps(1 + len(weighted), 1 + len(behind)))
             self._scale = self._plain_scale if scale is None else scale
             self.exchanges_weights = bool(self.exchanges_weights) or scale is not None
         return self._scale or 0.0

@@ -31,14 +31,14 @@ class StepFailedError(RuntimeError):
     """
 
 
-class Ends(NamedTuple):
+class EndedSteps(NamedTuple):
     """How many steps end with one that fails: those with a weight, and all, which includes that one."""
 
     weighted: int
     all: int
 
 
-ALONE = Ends(1, 1)
+ALONE = EndedSteps(1, 1)
 
 
 class Vote:
@@ -67,10 +67,15 @@ class Vote:
         if self._wire.size(self._weight_group) > 1:
             self._start(self._device.of_host([weight.number], torch.float64), self._weight_group)
 
-    def scale(self, ends: Ends = ALONE) -> float | None:
+    def scale(self, ends: EndedSteps = ALONE) -> float | None:
         """Return the factor of this rank's gradients. Raise as `numbers`, and a ValueError if all weights are zero."""
         numbers = self.numbers(ends)
         return None if numbers is None or self._weight is None else scale_of(self._weight.number, numbers)
+
+    @property
+    def is_weighed(self) -> bool:
+        """True if `scale` does not wait for other ranks."""
+        return self._work is None or self._work.is_completed()
 
     @property
     def is_refusable(self) -> bool:
@@ -96,7 +101,7 @@ class Vote:
             _, ends = (yield from self._telling(error, ALONE)) if has_peers else ("", ALONE)  # else nobody asks why
             steps -= ends.all if are_joint else ends.weighted
 
-    def numbers(self, ends: Ends = ALONE) -> list[float] | None:
+    def numbers(self, ends: EndedSteps = ALONE) -> list[float] | None:
         """Wait for all weights and return them, in rank order; None if no rank gave one, or one has failed.
 
         The vote reports a failure, unless the step `is_refusable`.
@@ -273,7 +278,7 @@ class Vote:
     def _explanation(self, error: BaseException | None) -> str:
         return result_of(self._telling(error, ALONE))[0]
 
-    def _telling(self, error: BaseException | None, ends: Ends) -> Generator[Work, None, tuple[str, Ends]]:
+    def _telling(self, error: BaseException | None, ends: EndedSteps) -> Generator[Work, None, tuple[str, EndedSteps]]:
         """Return why ranks have failed, and how many steps end by that: the most of any rank. Yield before waits."""
         reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
         reasons = [(rank(None) if dist.is_initialized() else None, reason)]
@@ -281,7 +286,10 @@ class Vote:
             for group in self.groups:
                 told = yield from gathering(self._wire, (reasons, ends), group, self._device.device)
                 named = {(i if who is None else who, why) for i, (some, _) in enumerate(told) for who, why in some}
-                reasons, ends = sorted(named, key=str), Ends(*map(max, zip(*(ended for _, ended in told), strict=True)))
+                reasons, ends = (
+                    sorted(named, key=str),
+                    EndedSteps(*map(max, zip(*(ended for _, ended in told), strict=True))),
+                )
         failures = "; ".join(f"rank {rank} failed with {why}" for rank, why in reasons if why is not None)
         return (
             f"{failures}. State and parameters are unchanged on all ranks, and gradients are not synchronized: clear "
