@@ -131,3 +131,19 @@ def test_some_ranks_save_on_their_own(rank: int, tmp_path: Path) -> None:
         net.sync_state = SYNC.init(dict(net.module.named_parameters()))
         assert load(folder, net, optimizer, group=group, more={"step": 0}) == {"step": 7}
         assert torch.equal(residual(net.sync_state), before)
+
+
+@on_ranks(2)
+def test_a_scheduler_in_more_is_written_to(rank: int, tmp_path: Path):
+    def made() -> Any:
+        model = fnddp.DistributedDataParallel(torch.nn.Linear(2, 2), sync=fnddp.allreduce)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    model, optimizer, scheduler = made()
+    optimizer.step()
+    scheduler.step()
+    save(tmp_path, model, optimizer, more={"scheduler": scheduler, "step": 7})
+    model, optimizer, again = made()
+    more = load(tmp_path, model, optimizer, more={"scheduler": again, "step": 0})
+    assert (again.last_epoch, again.get_last_lr(), more["step"]) == (1, scheduler.get_last_lr(), 7)

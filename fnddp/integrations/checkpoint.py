@@ -18,7 +18,7 @@ from fnddp.adapters.checkpoint import Checkpoint, HasCheckpoint
 from fnddp.torch_private import live_group
 from fnddp.wire.c10d import dedicated_to
 
-_MODEL, _OPTIMIZER, _SYNC, _MORE = "model", "optimizer", "sync", "more"
+_MODEL, _OPTIMIZER, _SYNC, _MORE = "model", "optimizer", "sync", "more."
 
 
 def save(
@@ -127,7 +127,7 @@ def load(
     state = _state(model, optimizers, keeper.sync_checkpoint(checkpoint.saved_by(about[_SYNC])), more)
     dcp.load(state, checkpoint_id=folder, process_group=group)
     set_state_dict(model, optimizers, model_state_dict=state[_MODEL], optim_state_dict=state.get(_OPTIMIZER, {}))
-    return state.get(_MORE, {})
+    return {name: state[_MORE + name] for name in more or ()}
 
 
 def _state(
@@ -137,8 +137,10 @@ def _state(
     more: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     weights, moments = get_state_dict(model, optimizers)
-    state = {_MODEL: weights, _OPTIMIZER: moments, _SYNC: checkpoint, _MORE: dict(more or {})}
-    return {name: part for name, part in state.items() if part or name == _SYNC}
+    state = {_MODEL: weights, _OPTIMIZER: moments, _SYNC: checkpoint}
+    # Each at the top, where alone DCP calls an object's `state_dict` and `load_state_dict`.
+    each = {_MORE + name: value for name, value in (more or {}).items()}
+    return {**{name: part for name, part in state.items() if part or name == _SYNC}, **each}
 
 
 def _keeper(model: nn.Module, sync: HasCheckpoint | None) -> HasCheckpoint:
