@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from fnddp.cli import examination, main
 from fnddp.cost.estimate import Compute
 from fnddp.run import choose as choosing
 from fnddp.simulation.ranks import run_threads
+from fnddp.wire.control import result_of
 
 TRIPLES = 20
 MODEL = """
@@ -86,16 +87,8 @@ def test_all_ways_to_ask_give_one_answer(
     if ranks == 2:  # as many threads
 
         def on_ranks(_: int) -> list[str]:
-            chosen = returned(examination.predicted(Link.parse(link), f"{model}:make", "cpu"))[2]
+            chosen = result_of(examination.predicted(Link.parse(link), f"{model}:make", "cpu"))[2]
             wrapped = fnddp.DistributedDataParallel(made(widths), sync="auto")
             return [chosen, repr(wrapped.sync)]
 
         assert run_threads(ranks, on_ranks) == [[taken, taken]] * ranks
-
-
-def returned(generator: Generator[Any, None, Any]) -> Any:
-    while True:
-        try:
-            next(generator)
-        except StopIteration as end:
-            return end.value

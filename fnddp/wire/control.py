@@ -82,16 +82,13 @@ def gathering(wire: Wire, value: Any, group: str | None, device: torch.device) -
     """Run `gather_over`; yield before each wait, for what else is under way meanwhile."""
     with without_modes():
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-        sizes, work = wire.vote(torch.tensor([mine.numel()], dtype=torch.int64, device=device), group)
-    yield work
-    waited(work)
+        size = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
+    sizes = yield from _gathering(wire, size, group)
     with without_modes():
         lengths: list[int] = sizes.flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
         padded[: mine.numel()] = mine
-        rows, work = wire.vote(padded, group)
-    yield work
-    waited(work)
+    rows = yield from _gathering(wire, padded, group)
     with without_modes():
         return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows.cpu(), lengths, strict=True)]
 
@@ -112,8 +109,10 @@ def first_over(wire: Wire, value: Any, group: str | None, device: torch.device) 
     return gather_over(wire, value, group, device)[0]
 
 
-def _gathered(wire: Wire, flags: Tensor, group: str | None) -> Tensor:
-    gathered, work = wire.vote(flags, group)
+def _gathering(wire: Wire, flags: Tensor, group: str | None) -> Generator[Work, None, Tensor]:
+    with without_modes():
+        gathered, work = wire.vote(flags, group)
+    yield work
     waited(work)
     return gathered
 
@@ -124,7 +123,7 @@ def all_gather_bytes(value: bytes, group: str | None, wire: Wire = C10D) -> list
         require_alone()
         return [value]
     mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(_device(wire, group))
-    return [bytes(row.tolist()) for row in _gathered(wire, mine, group)]
+    return [bytes(row.tolist()) for row in result_of(_gathering(wire, mine, group))]
 
 
 def _device(wire: Wire, group: str | None) -> torch.device:
