@@ -1,10 +1,13 @@
 """Models on process groups of their own, whose backwards come in another order on each rank."""
 
 import pickle
+import random
 import threading
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -28,26 +31,38 @@ def models_of(text: str) -> list[nn.Module]:
     return [fnddp.DistributedDataParallel(nn.Linear(4, 4), sync=fnddp.parse(text), process_group=g) for g in groups]
 
 
+@contextmanager
+def in_weights(models: list[Any], weight: float | None) -> Generator[None]:
+    with ExitStack() as stack:
+        for model in models if weight is not None else ():
+            stack.enter_context(model.weight(weight))
+        yield
+
+
 def loss_of(models: list[nn.Module], which: int, rank: int) -> torch.Tensor:
     return models[which](torch.ones(1, 4) * (which + 1) * (rank + 1)).sum()
 
 
-def require_means(models: list[nn.Module]) -> None:
-    mean = (dist.get_world_size() + 1) / 2
+def require_means(models: list[nn.Module], is_weighed: bool = False) -> None:
+    """Require the means of gradients that are 1, 2, ... times the number of the model; weights are alike."""
+    ranks = range(1, dist.get_world_size() + 1)
+    mean = sum(rank * rank for rank in ranks) / sum(ranks) if is_weighed else sum(ranks) / len(ranks)
     for which, model in enumerate(models):
         torch.testing.assert_close(model.module.weight.grad, torch.full((4, 4), (which + 1) * mean))
 
 
+@pytest.mark.parametrize("weighed_from", [0, 2, 4])
 @pytest.mark.parametrize("text", TWO_ROUNDS)
 @on_ranks(2, 3, seconds=SECONDS)
-def test_one_backward_through_two_models_in_another_order_on_each_rank(rank: int, text: str) -> None:
+def test_one_backward_through_two_models_in_another_order_on_each_rank(rank: int, text: str, weighed_from: int) -> None:
     models = models_of(text)
-    for _ in range(3):
+    for step in range(4):
         for model in models:
             model.zero_grad()
-        order = (0, 1) if rank == 0 else (1, 0)
-        sum(loss_of(models, which, rank) for which in order).backward()
-        require_means(models)
+        order, is_weighed = (0, 1) if rank == 0 else (1, 0), step >= weighed_from
+        with in_weights(models, 1 + rank if is_weighed else None):
+            sum(loss_of(models, which, rank) for which in order).backward()
+        require_means(models, is_weighed)
 
 
 @pytest.mark.parametrize("text", TWO_ROUNDS)
@@ -154,12 +169,39 @@ def test_an_error_in_a_backward_through_two_models_ends_it_on_all_ranks(
         hooks = {failing: lambda _: 1 / 0} if does else {}
         with (
             pytest.raises(ZeroDivisionError if does else fnddp.StepFailedError) if step in (1, 3) else nullcontext(),
-            models[0].weight(1 + rank) if is_weighed else nullcontext(),
-            models[1].weight(1 + rank) if is_weighed else nullcontext(),
+            in_weights(models, 1 + rank if is_weighed else None),
         ):
             sum(models[i](batch(rank, step), hooks.get(i)).sum() for i in forwards).backward()
         if step not in (1, 3):
             assert_equal_on_ranks(*map(grads_of, models))
+
+
+@pytest.mark.parametrize("seed", [0, 8, 9, 15])
+@on_ranks(2, 3, seconds=2 * SECONDS)
+def test_errors_anywhere_in_backwards_through_three_models(rank: int, seed: int) -> None:
+    """Any of them share a process group; they come in any order, on groups of their own in another on each rank."""
+    alike, own = random.Random(seed), random.Random(100 * seed + rank)
+    for _ in range(6):
+        groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(3)]
+        on = [alike.randrange(3) for _ in range(3)]
+        models = [fnddp.DistributedDataParallel(Hooked(), process_group=groups[which]) for which in on]
+        weighed_from, fails = alike.randrange(4), alike.randrange(3)
+        for step in range(5):
+            order = alike.sample(range(3), 3)
+            if len({*on}) == 3:
+                own.shuffle(order)
+            failing = alike.sample(range(dist.get_world_size()), alike.choice([1, 1, 2])) if step == fails else []
+            hooks = {own.randrange(3): lambda _: 1 / 0} if rank in failing else {}
+            for model in models:
+                model.zero_grad()
+            expected = ZeroDivisionError if rank in failing else fnddp.StepFailedError
+            with (
+                pytest.raises(expected) if failing else nullcontext(),
+                in_weights(models, 1 + rank if step >= weighed_from else None),
+            ):
+                sum(models[i](batch(rank, step), hooks.get(i)).sum() for i in order).backward()
+            if not failing:
+                assert_equal_on_ranks(*map(grads_of, models))
 
 
 @on_ranks(2, seconds=SECONDS)

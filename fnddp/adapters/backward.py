@@ -9,13 +9,14 @@ alike. Ways in say only what differs: which gradients no hook has seen, what is 
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fnddp import torch_private
-from fnddp.run.engine import fail_next
+from fnddp.run.engine import begin_next, fail_next
 from fnddp.run.step import Step, Synchronized, in_profile
 from fnddp.torch_private import current_backward
 
@@ -199,21 +200,34 @@ class _Together:
         """
         begun, awaited = self.begun, self.awaited
         self.begun, self.awaited = {}, {}
-        next_ones = {each.engine: error for each in awaited if each not in begun and each.step is None}
-        fail_next(next_ones, are_joint=True)
-        for each in in_order({**awaited, **begun}):
-            each.fail(error)
+        refused = begin_next(each.engine for each in awaited if each not in begun and each.step is None)
+        for is_refused, some in groupby(in_order({**awaited, **begun}), lambda each: each.engine in refused):
+            ended = [*some]
+            if is_refused:  # with all others on their process groups, which may come in any order there
+                lines = {line for each in ended for line in each.engine.lines}
+                joint = {engine for engine in refused if lines.intersection(engine.lines)}
+                refused.difference_update(joint)
+                fail_next(dict.fromkeys(joint, error), are_joint=True)
+            for each in ended:
+                each.fail(error)
 
 
 def in_order(backwards: Iterable[Backward]) -> Iterator[Backward]:
     """Yield `backwards` in the order in which their steps end, which is the same on all ranks.
 
-    That is the order in which their engines were made, unlike the order in which autograd reaches them. On one process
-    group, the step that began first goes first.
+    That is the order in which their engines were made, unlike the order in which autograd reaches them. All that share
+    a process group end one after the other: there the step that began first goes first.
     """
-    waiting = sorted(backwards, key=lambda each: each.engine.number)
+    first_on: dict[Any, int] = {}  # process group -> number of the first engine there
+    firsts: dict[Backward, int] = {}
+    for each in sorted(backwards, key=lambda each: each.engine.number):
+        lines = each.engine.lines
+        firsts[each] = min([each.engine.number, *(first_on[line] for line in lines if line in first_on)])
+        first_on.update(dict.fromkeys(lines, firsts[each]))
+    waiting = sorted(firsts, key=firsts.__getitem__)
     while waiting:
-        backward = next((each for each in waiting if each.step is None or not each.step.is_held), waiting[0])
+        sharing = [each for each in waiting if firsts[each] == firsts[waiting[0]]]
+        backward = next((each for each in sharing if each.step is None or not each.step.is_held), waiting[0])
         waiting.remove(backward)
         yield backward
 
@@ -234,7 +248,7 @@ class _Ending:
             _endings.pop(self._task, None)  # what runs now may begin another one
         self.together.begun, self.together.awaited = {}, {}
         failure: BaseException | None = None
-        for backward in in_order(self.ends):
+        for backward in in_order(self.ends) if len(self.ends) > 1 else self.ends:
             try:
                 self.ends[backward]()
             except BaseException as error:  # the other ranks wait for the steps that are left

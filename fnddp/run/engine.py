@@ -7,7 +7,7 @@ has the same outcome on all ranks (on an accelerator, one step later): either al
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter, sleep
@@ -413,11 +413,27 @@ def _open_on(group: Any) -> list[weakref.ref[Step]]:
     return line
 
 
+def begin_next(engines: Iterable[Engine]) -> set[Engine]:
+    """Begin the next steps of those engines that fail in the order of the other ranks; return the other engines.
+
+    Those have weights: on their process groups, ranks fail whichever step comes next. No step of `engines` is open.
+    """
+    refusable = set()
+    for engine in engines:
+        with suppress(RuntimeError):  # if a step cannot begin, no rank waits for this one
+            engine.refuse_after_failure()
+            vote = engine.vote_of_weights()
+            if vote is None or _open_on(engine.line_of(vote.groups[0])):  # which other ranks give up with that one
+                engine.begin(weight=FAILED)
+            else:
+                refusable.add(engine)
+    return refusable
+
+
 def fail_next(errors: Mapping[Engine, BaseException], *, are_joint: bool = False) -> None:
     """Fail the next step of each engine because of an error, on all ranks. No step of theirs is open.
 
-    With weights, ranks fail whichever of the steps comes next on a process group, so the order does not matter. Others
-    are begun: the caller fails them in the order of the other ranks.
+    Steps that `begin_next` begins are left to the caller, who fails them in the order of the other ranks.
 
     Args:
         are_joint: The steps belong to one backward; on other ranks, one that fails ends those that wait for it.
@@ -425,14 +441,10 @@ def fail_next(errors: Mapping[Engine, BaseException], *, are_joint: bool = False
     lines: dict[Any, tuple[Vote, list[Engine]]] = {}
     if not are_joint:
         _break_unordered(errors)
+    refusable = begin_next(errors)
     for engine in errors:
-        with suppress(RuntimeError):  # if a step cannot begin, no rank waits for this one
-            engine.refuse_after_failure()
-            vote = engine.vote_of_weights()
-            if vote is None or _open_on(engine.line_of(vote.groups[0])):  # which other ranks give up with that one
-                engine.begin(weight=FAILED)
-            else:
-                lines.setdefault(engine.line_of(vote.groups[0]), (vote, []))[1].append(engine)
+        if engine in refusable and (vote := engine.vote_of_weights()) is not None:
+            lines.setdefault(engine.line_of(vote.groups[0]), (vote, []))[1].append(engine)
     waiting = [_Refusal(vote, engines, errors[engines[0]], are_joint) for vote, engines in lines.values()]
     while waiting:  # other ranks may come to these groups in any order
         waiting = [refusal for refusal in waiting if not refusal.goes_on()]

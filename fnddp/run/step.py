@@ -228,16 +228,15 @@ class Step:
 
     def advance(self, *, block: bool = False) -> None:
         """Run segments that are ready; with `block`, wait for collectives, and stop only at a missing gradient."""
-        if self.is_open and not self.is_held and (block or not self._is_asking()):
+        if self.is_open and not self.is_held and (block or not self._lacks_weights()):
             self._go_on(block)
 
-    def _is_asking(self) -> bool:
-        """Return True while it is not known, in an engine's first step, whether ranks give weights.
+    def _lacks_weights(self) -> bool:
+        """Return True while weights of other ranks are missing.
 
-        Nothing waits for that within backward: steps of several models may come in another order on each rank.
+        Nothing waits for them within backward: steps of several models may come in another order on each rank.
         """
-        is_first = self.exchanges_weights is None and self._is_weighing
-        return is_first and self._vote is not None and not self._vote.is_weighed
+        return self._scale is None and self._is_weighing and self._vote is not None and not self._vote.is_weighed
 
     def _go_on(self, block: bool) -> None:
         segments = self._program.segments
@@ -371,10 +370,10 @@ class Step:
         try:
             self._notify(error)
         finally:
+            self._give_up_behind()  # other ranks have been told how many steps end with this one
             self._close()
 
     def _notify(self, error: BaseException) -> None:
-        self._give_up_behind()
         if self._has_voted and self._program.plan is None and isinstance(error, FloatingPointError):
             return  # of fp16(..., check=True), which raises on all ranks
         self.broken = error  # until the others know

@@ -74,8 +74,15 @@ class Vote:
 
     @property
     def is_weighed(self) -> bool:
-        """True if `scale` does not wait for other ranks."""
-        return self._work is None or self._work.is_completed()
+        """True if `scale` does not wait for other ranks: their weights are here, and valid.
+
+        Ranks that fail because of a weight tell each other why.
+        """
+        if self._work is None or self._flags is None:
+            return True
+        if not self._work.is_completed():
+            return False
+        return self._device.is_asynchronous or bool((self._flags >= NO_WEIGHT.number).all())
 
     @property
     def is_refusable(self) -> bool:
