@@ -44,6 +44,8 @@ def test_bytes_and_times_are_arithmetic(planned: Any) -> None:
     assert [each["wire_bytes"] for each in said["pipelines"]] == [4 * PARAMETERS, 2 * PARAMETERS, LOW_RANK_BYTES]
     assert [each["link_bytes"] for each in said["pipelines"]] == [6 * PARAMETERS, 3 * PARAMETERS, 1.5 * LOW_RANK_BYTES]
     assert [each["reduction"] for each in (plain, half)] == [1, 2]
+    (eighth,) = planned("bucketize(quantize(two_shot))", "--ranks", "4")["pipelines"]
+    assert eighth["reduction"] == pytest.approx(plain["link_bytes"] / eighth["link_bytes"])  # as README counts
     assert low_rank["pipeline"] == LOW_RANK
     assert [(each["collectives"], each["rounds"]) for each in said["pipelines"]] == [(1, 1), (1, 1), (2, 2)]
     seconds = 6 * PARAMETERS / 125e6
@@ -99,7 +101,7 @@ def test_steps_that_differ_have_a_row_each(planned: Any, printed: Any, tmp_path:
     assert (whole["steps"], compressed["steps"]) == (1, 3)
     assert (whole["wire_bytes"], whole["reduction"]) == (4 * PARAMETERS, 1)
     assert low_rank["wire_bytes"] == (whole["wire_bytes"] + 3 * compressed["wire_bytes"]) / 4
-    assert low_rank["reduction"] == pytest.approx(4 * PARAMETERS / low_rank["wire_bytes"])
+    assert low_rank["reduction"] == pytest.approx(4 * PARAMETERS / low_rank["wire_bytes"])  # of all_reduces alone
     seconds = [each["links"]["1gbit"]["communication_seconds"] for each in (whole, compressed, compressed, compressed)]
     assert low_rank["links"]["1gbit"]["communication_seconds"] == pytest.approx(sum(seconds) / 4)
     assert low_rank["rounds"] == 2
@@ -161,5 +163,6 @@ def test_each_group_has_a_size_and_a_link(planned: Any) -> None:
     shard = sum(-(-numel // 4) for numel in (64 * 32, 32, 320, 10))
     node, across = 4 * 4 * shard * 2 * 3 / 4 + 4 * shard * 3, 2 * shard * 4 / 3  # gloo's reduce_scatter sends double
     assert two_levels["link_bytes"] == pytest.approx(node + across, abs=3)
+    assert two_levels["reduction"] is None
     assert two_levels["links"][links]["communication_seconds"] == pytest.approx(node / 1e9 + across / 250e6)
     assert plain["links"][links]["communication_seconds"] == pytest.approx(2 * 11 / 12 * 4 * PARAMETERS / 125e6)

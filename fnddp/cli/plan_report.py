@@ -1,6 +1,7 @@
 """Costs of pipelines for `fnddp plan`, from their plans: a table, the plans, or JSON; also of a sharded model."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fnddp.cli import checks
 from fnddp.cli.failures import WrongArgument, wrong_if
-from fnddp.cli.terminal import Table, echo
+from fnddp.cli.terminal import SIZES, Table, echo
 from fnddp.core.state import at_step
 from fnddp.core.sync import Sync
 from fnddp.cost.estimate import Links
@@ -82,16 +83,18 @@ def _costs(plans: Sequence[tuple[Plan, int]], setting: Setting) -> Costs:
     def mean(values: Sequence[Any]) -> Any:
         return fmean(values, [steps for _, steps in plans]) if len(plans) > 1 else values[0]
 
-    backward, parameters = setting.backward or 0.0, 4 * setting.elements
+    backward = setting.backward or 0.0
     estimates = {
         text: [plan.estimate(on, backward_seconds=backward) for plan, _ in plans] for text, on in setting.links.items()
     }
     times = ["communication_seconds"] + ["step_seconds", "exposed_seconds"] * (setting.backward is not None)
-    wire_bytes = mean([plan.wire_bytes for plan, _ in plans])
+    link_bytes = mean([step.link_bytes for step in next(iter(estimates.values()))])  # the same on all links
+    n = setting.ranks if isinstance(setting.ranks, int) else 1
+    plain = Link(math.inf).link_bytes("all_reduce", 4 * setting.elements, n)
     return {
-        "wire_bytes": wire_bytes,
-        "reduction": parameters / wire_bytes if wire_bytes else None,
-        "link_bytes": mean([step.link_bytes for step in next(iter(estimates.values()))]),  # the same on all links
+        "wire_bytes": mean([plan.wire_bytes for plan, _ in plans]),
+        "link_bytes": link_bytes,
+        "reduction": plain / link_bytes if plain and link_bytes else None,
         "collectives": mean([len(plan.collectives) for plan, _ in plans]),
         "rounds": max(plan.rounds for plan, _ in plans),
         "peak_bytes": max(plan.peak_bytes for plan, _ in plans) or None,  # never 0 bytes: the means are among them
@@ -107,11 +110,10 @@ def show(setting: Setting, pipelines: Sequence[Costs]) -> None:
     costs = {"comm": 9} if setting.backward is None else {"comm": 7, "step": 9, "exposed": 6}
     headings = [text.replace(",", "\n") for text in setting.links]
     times = {f"{heading}\n{cost}": weight for heading in headings for cost, weight in costs.items()}
-    sizes = {"wire B": 8, "reduction": 5, "link B": 2, "collec-\ntives": 3, "rounds": 4, "memory": 1}
+    sizes = {"wire B": 2, "link B": 8, "reduction": 5, "collec-\ntives": 3, "rounds": 4, "memory": 1}
     legend = {
-        "wire B": "bytes that a rank passes to its collectives in a step",
-        "reduction": "4 bytes for each parameter, over wire B",
-        "link B": "bytes that a rank sends in a ring",
+        **SIZES,
+        "reduction": "times fewer link bytes than a plain mean of float32; -: none, or several groups",
         "rounds": "of collectives, of which each waits for the one before",
         "memory": "at most, in addition to gradients and state; -: not known",
         "comm": "all collectives, one after the other",
@@ -135,8 +137,8 @@ def show(setting: Setting, pipelines: Sequence[Costs]) -> None:
 def _row(costs: Costs) -> tuple[str, ...]:
     return (
         f"{round(costs['wire_bytes']):,}",
-        "-" if costs["reduction"] is None else f"{costs['reduction']:.1f}x",
         f"{round(costs['link_bytes']):,}",
+        "-" if costs["reduction"] is None else f"{costs['reduction']:.1f}x",
         f"{costs['collectives']:.3g}" if costs["collectives"] % 1 else f"{costs['collectives']:.0f}",
         str(costs["rounds"]),
         "-" if costs["peak_bytes"] is None else size(costs["peak_bytes"]),
