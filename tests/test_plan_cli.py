@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import fnddp
 from fnddp.cli import main
 from fnddp.cli.options import DEFAULT_PIPELINES
+from fnddp.simulation.ranks import run_threads
 from tests import workloads
 from tests.hosts import complaints
 
@@ -69,6 +71,33 @@ def test_step_chooses_the_phase(planned: Any, step: str | None, size: int) -> No
     said = planned("warmup(fp16(allreduce), steps=30)", *(() if step is None else ("--step", step)))
     assert said["step"] == (None if step is None else int(step))
     assert said["pipelines"][0]["wire_bytes"] == size * PARAMETERS
+
+
+def test_what_is_planned_is_what_steps_after_the_first_do(planned: Any, printed: Any) -> None:
+    """Steps after the first know how gradients come, which decides the buckets; the first one goes by parameters."""
+    model, text = f"{workloads.__file__}:positions", "bucketize(quantize(two_shot))"
+
+    def body(_: int) -> list[tuple[int, int]]:
+        module, tokens, loss = workloads.positions()
+        wrapped = fnddp.DistributedDataParallel(module, sync=text)
+        sent: list[tuple[int, int]] = []
+        for _ in range(3):
+            loss(wrapped(tokens)).backward()
+            assert wrapped.plan is not None
+            sent.append((len(wrapped.plan.collectives), wrapped.plan.wire_bytes))
+        return sent
+
+    first, second, third = run_threads(2, body)[0]
+    assert (first[0], second[0]) == (4, 2)
+    assert second == third
+    for options, expected in (((), second), (("--step", "1"), second), (("--step", "0"), first)):
+        (found,) = planned(text, "--ranks", "2", *options, model=model)["pipelines"]
+        assert (found["collectives"], found["wire_bytes"]) == expected, options
+    said = " ".join(printed(text, model=model).split())
+    assert "in the reverse order of parameters, in 2 buckets where later ones have 1: --step 0 plans it" in said
+    assert "first step" not in printed(text, "--step", "0", model=model)
+    assert "first step" not in printed(text, model=workloads.SMALL)
+    assert "which the first step expects" in " ".join(printed(text).split())  # of a module alone, which has no inputs
 
 
 def test_buckets_hide_behind_backward(planned: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fnddp.cli import checks
 from fnddp.cli.failures import WrongArgument, wrong_if
 from fnddp.cli.terminal import SIZES, Table, echo
+from fnddp.core.buckets import MB, assign_buckets
 from fnddp.core.state import at_step
 from fnddp.core.sync import Sync
 from fnddp.cost.estimate import Links
@@ -39,6 +40,34 @@ class Setting:
     step: int | None  # of all counters; None for a step after all warm-ups
     backward: float | None  # seconds; None to hide nothing behind it
     bucket_cap_mb: float
+    arrival: list[str] | None = None  # names of parameters as their gradients come, where that is known
+
+    @property
+    def order(self) -> list[str] | None:
+        """The order in which the step expects gradients: the first one does not know how they come."""
+        return None if self.step == 0 else self.arrival
+
+    @property
+    def about_the_first_step(self) -> str:
+        """What the first step does otherwise than the one that is planned, if that is another one."""
+        if self.step == 0:
+            return ""
+        if self.arrival is None:
+            return (
+                "Gradients are taken to come in the reverse order of parameters, which the first step expects; "
+                "later ones expect the order in which they came."
+            )
+        first, later = (self._buckets(order) for order in ([*reversed(self.parameters)], self.arrival))
+        if first == later:
+            return ""
+        return (
+            f"The first step expects gradients in the reverse order of parameters, in {count(first, 'bucket')} where "
+            f"later ones have {later}: --step 0 plans it. It also compares what ranks run, and asks for weights."
+        )
+
+    def _buckets(self, order: Sequence[str]) -> int:
+        sizes = {path: self.parameters[path].nbytes for path in order}
+        return 1 + max(assign_buckets(sizes, (MB, self.bucket_cap_mb * MB)).values())
 
     @property
     def elements(self) -> int:
@@ -60,15 +89,16 @@ def planned(sync: Sync, setting: Setting) -> tuple[list[Plan], Costs]:
 
     `phases` are costs of steps that differ, each with the number of steps of a period that have them.
     """
-    ranks, cap = World(size=setting.ranks).size_of(sync.groups), setting.bucket_cap_mb
+    ranks = World(size=setting.ranks).size_of(sync.groups)
+    options: Any = {"world_size": ranks, "bucket_cap_mb": setting.bucket_cap_mb, "arrival": setting.order}
     with wrong_if(TypeError, ValueError):  # a LoweringError is a TypeError
         if setting.step is None:
-            repeated = period(sync, setting.parameters, world_size=ranks, bucket_cap_mb=cap)
+            repeated = period(sync, setting.parameters, **options)
             plans = [(each.plan, each.steps) for each in repeated]
         else:
             with within(planned_world(sync, sync.groups, ranks)):
                 state = at_step(setting.step, sync.init(setting.parameters))
-            plans = [(lower(sync, setting.parameters, state=state, world_size=ranks, bucket_cap_mb=cap), 1)]
+            plans = [(lower(sync, setting.parameters, state=state, **options), 1)]
     phases: dict[str, Costs] = {}
     for plan, steps in plans:
         costs = _costs([(plan, 1)], setting)
@@ -130,6 +160,7 @@ def show(setting: Setting, pipelines: Sequence[Costs]) -> None:
         ]
     if len(rows) > len(pipelines):
         note += " Where steps differ, a pipeline is their mean, and below it is each kind."
+    note = f"{note} {setting.about_the_first_step}".strip()
     echo(f"{setting}\n")
     Table("pipeline", {**sizes, **times}, rows, legend, note).show()
 
