@@ -93,11 +93,16 @@ def test_what_is_planned_is_what_steps_after_the_first_do(planned: Any, printed:
     for options, expected in (((), second), (("--step", "1"), second), (("--step", "0"), first)):
         (found,) = planned(text, "--ranks", "2", *options, model=model)["pipelines"]
         assert (found["collectives"], found["wire_bytes"]) == expected, options
-    said = " ".join(printed(text, model=model).split())
-    assert "in the reverse order of parameters, in 2 buckets where later ones have 1: --step 0 plans it" in said
+    (found,) = planned(text, "--ranks", "2", model=model)["pipelines"]
+    assert (found["first_step"]["collectives"], found["first_step"]["wire_bytes"]) == first
+    said = printed(text, "allreduce", model=model)
+    assert said.count("  the first step ") == 2
+    assert "expects gradients in the reverse order of parameters: later ones know" in " ".join(said.split())
     assert "first step" not in printed(text, "--step", "0", model=model)
-    assert "first step" not in printed(text, model=workloads.SMALL)
-    assert "which the first step expects" in " ".join(printed(text).split())  # of a module alone, which has no inputs
+    assert "first step" not in printed(text, LOW_RANK.replace("2)", "2, refresh=4)"), model=workloads.SMALL)
+    assert "of a module alone are not known" in " ".join(printed(text).split())
+    (warming,) = planned("warmup(fp16(allreduce), steps=30)", model=workloads.SMALL)["pipelines"]
+    assert warming["first_step"]["wire_bytes"] == 2 * warming["wire_bytes"]
 
 
 def test_buckets_hide_behind_backward(planned: Any) -> None:

@@ -52,6 +52,10 @@ def wide():
     return nn.Linear(640, 480), torch.ones(2, 640), lambda output: output.square().mean()
 
 
+def large():
+    return nn.Linear(4000, 1000), torch.ones(2, 4000), lambda output: output.square().mean()
+
+
 def alone():
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 

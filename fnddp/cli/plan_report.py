@@ -13,7 +13,6 @@ from torch import Tensor
 from fnddp.cli import checks
 from fnddp.cli.failures import WrongArgument, wrong_if
 from fnddp.cli.terminal import SIZES, Table, echo
-from fnddp.core.buckets import MB, assign_buckets
 from fnddp.core.state import at_step
 from fnddp.core.sync import Sync
 from fnddp.cost.estimate import Links
@@ -48,28 +47,6 @@ class Setting:
         return None if self.step == 0 else self.arrival
 
     @property
-    def about_the_first_step(self) -> str:
-        """What the first step does otherwise than the one that is planned, if that is another one."""
-        if self.step == 0:
-            return ""
-        if self.arrival is None:
-            return (
-                "Gradients are taken to come in the reverse order of parameters, which the first step expects; "
-                "later ones expect the order in which they came."
-            )
-        first, later = (self._buckets(order) for order in ([*reversed(self.parameters)], self.arrival))
-        if first == later:
-            return ""
-        return (
-            f"The first step expects gradients in the reverse order of parameters, in {count(first, 'bucket')} where "
-            f"later ones have {later}: --step 0 plans it. It also compares what ranks run, and asks for weights."
-        )
-
-    def _buckets(self, order: Sequence[str]) -> int:
-        sizes = {path: self.parameters[path].nbytes for path in order}
-        return 1 + max(assign_buckets(sizes, (MB, self.bucket_cap_mb * MB)).values())
-
-    @property
     def elements(self) -> int:
         """The number of elements of all parameters."""
         return sum(p.numel() for p in self.parameters.values())
@@ -87,7 +64,8 @@ class Setting:
 def planned(sync: Sync, setting: Setting) -> tuple[list[Plan], Costs]:
     """Lower `sync` for ranks that need not exist; return the plan of each step of a period, and the costs.
 
-    `phases` are costs of steps that differ, each with the number of steps of a period that have them.
+    `phases` are costs of steps that differ, each with the number of steps of a period that have them; `first_step` are
+    those of the very first one, where it sends something else than these.
     """
     ranks = World(size=setting.ranks).size_of(sync.groups)
     options: Any = {"world_size": ranks, "bucket_cap_mb": setting.bucket_cap_mb, "arrival": setting.order}
@@ -95,16 +73,28 @@ def planned(sync: Sync, setting: Setting) -> tuple[list[Plan], Costs]:
         if setting.step is None:
             repeated = period(sync, setting.parameters, **options)
             plans = [(each.plan, each.steps) for each in repeated]
+            first = lower(sync, setting.parameters, **options | {"arrival": None})
         else:
             with within(planned_world(sync, sync.groups, ranks)):
                 state = at_step(setting.step, sync.init(setting.parameters))
-            plans = [(lower(sync, setting.parameters, state=state, **options), 1)]
+            first = lower(sync, setting.parameters, state=state, **options)
+            plans = [(first, 1)]
     phases: dict[str, Costs] = {}
     for plan, steps in plans:
         costs = _costs([(plan, 1)], setting)
         phases.setdefault(repr(costs), {"steps": 0, **costs})["steps"] += steps
     mean = _costs(plans if len(phases) > 1 else plans[:1], setting)
-    return [plan for plan, _ in plans], {"pipeline": repr(sync), **mean, "phases": [*phases.values()]}
+    is_known = any(_look(first) == _look(plan) for plan, _ in plans)
+    return [plan for plan, _ in plans], {
+        "pipeline": repr(sync),
+        **mean,
+        "phases": [*phases.values()],
+        "first_step": None if is_known else _costs([(first, 1)], setting),
+    }
+
+
+def _look(plan: Plan) -> tuple[int, int, int]:
+    return len(plan.collectives), plan.rounds, plan.wire_bytes
 
 
 def _costs(plans: Sequence[tuple[Plan, int]], setting: Setting) -> Costs:
@@ -158,9 +148,19 @@ def show(setting: Setting, pipelines: Sequence[Costs]) -> None:
         rows += [
             (f"  {kind['steps']} of {steps} steps", *_row(kind)) for kind in mean["phases"] if kind["steps"] < steps
         ]
-    if len(rows) > len(pipelines):
+        if mean["first_step"]:
+            rows.append(("  the first step", *_row(mean["first_step"])))
+    if any(len(mean["phases"]) > 1 for mean in pipelines):
         note += " Where steps differ, a pipeline is their mean, and below it is each kind."
-    note = f"{note} {setting.about_the_first_step}".strip()
+    if any(mean["first_step"] for mean in pipelines):
+        note += (
+            " The first step begins warm-ups, and expects gradients in the reverse order of parameters: later ones "
+            "know how they come. It also compares what ranks run, and asks whether they give weights."
+        )
+    elif setting.arrival is None and setting.step is None:
+        note += (
+            " Gradients are taken to come in the reverse order of parameters: those of a module alone are not known."
+        )
     echo(f"{setting}\n")
     Table("pipeline", {**sizes, **times}, rows, legend, note).show()
 
