@@ -198,7 +198,7 @@ def test_a_file_that_one_rank_lacks_is_an_error_on_both_and_a_folder_without_any
 @on_ranks(2)
 def test_what_would_be_ignored_raises(rank: int) -> None:
     from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedDataParallelKwargs, DistributedType
     from transformers import Trainer
 
     from fnddp.integrations.huggingface import FnddpTrainerMixin, prepare
@@ -207,7 +207,8 @@ def test_what_would_be_ignored_raises(rank: int) -> None:
         hooked: Any = DistributedDataParallelKwargs(comm_hook=SYNC)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="has comm_hook=error_feedback.*pass the pipeline as `sync`"):
             prepare(Accelerator(cpu=True, kwargs_handlers=[hooked]), SYNC)
-        sharding = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        sharding = Accelerator(cpu=True)
+        sharding.state.distributed_type = DistributedType.FSDP  # as it sets on accelerators: on the CPU it wraps in DDP
         with pytest.raises(TypeError, match=r"prepare: Accelerate runs FSDP, which does not wrap models .* compress"):
             prepare(sharding, SYNC)
     with accelerated(rank):
