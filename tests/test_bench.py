@@ -60,6 +60,15 @@ def test_named_models(name: str, leaves: int, elements: int) -> None:
         assert all(p.grad.isfinite().all() for p in module.parameters() if p.grad is not None)
 
 
+def test_a_named_language_model_does_not_see_what_it_predicts() -> None:
+    module = load("transformer").make(0)
+    tokens = torch.arange(64).reshape(1, 64)
+    before, after = module(tokens), module(tokens.index_fill(1, torch.tensor([40]), 7))
+    same = (before == after).all(-1)[0]
+    assert same[:40].all()
+    assert not same[40:].any()
+
+
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("value_and_grad", marks=pytest.mark.thorough)])
 def test_a_run(engine: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

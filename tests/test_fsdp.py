@@ -92,6 +92,48 @@ def test_unused_and_kept_gradients(rank: int) -> None:
 
 
 @on_ranks(4)
+def test_clipping_counts_all_shards_once_and_leaves_memory_alone(rank: int) -> None:
+    """After backward, as with HSDP: by the norm over all shards of the mean, the same on all ranks."""
+    mesh, steps = meshes(2, 2), batches(3)
+    native, ours = sharded(mesh), sharded(mesh["shard"])
+    compress_replicas(ours, allreduce, mesh["replicate"])
+    for x in steps:
+        norms = []
+        for model in (native, ours):
+            model.zero_grad()
+            loss(model, x).backward()
+            squares = torch.stack([p.grad.full_tensor().square().sum() for p in model.parameters()])
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01).full_tensor())
+            torch.testing.assert_close(norms[-1], squares.sum().sqrt())
+            grads = [p.grad.full_tensor() for p in model.parameters()]
+            assert torch.stack([grad.square().sum() for grad in grads]).sum().sqrt() < 0.0101
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= p.grad
+        assert torch.equal(*norms)
+        assert len({norm.item() for norm in everyones(norms[-1])}) == 1
+    assert torch.equal(local(ours), local(native))
+
+    clipped, free = sharded(mesh["shard"]), sharded(mesh["shard"])
+    handles = [compress_replicas(each, SYNC, mesh["replicate"]) for each in (clipped, free)]
+    for model in (clipped, free):
+        loss(model, steps[0]).backward()
+    torch.nn.utils.clip_grad_norm_(clipped.parameters(), 0.01)
+    assert all(map(torch.equal, *(handle.state.residual.values() for handle in handles)))
+
+
+@pytest.mark.parametrize("sync", ["clip_by_global_norm(allreduce, 1.0)", "skip_nonfinite(bf16(allreduce))"])
+@on_ranks(4)
+def test_what_needs_whole_leaves_is_refused_between_replicas_of_several_shards(rank: int, sync: str) -> None:
+    """Each shard would be scaled by a norm of its own."""
+    mesh = meshes(2, 2)
+    with pytest.raises(TypeError, match=r"needs whole leaves, but here a rank has a shard of each; .*clip_grad_norm_"):
+        compress_replicas(sharded(mesh["shard"]), sync, mesh["replicate"])
+    mesh = meshes(4, 1)
+    compress_replicas(sharded(mesh["shard"]), sync, mesh["replicate"])
+
+
+@on_ranks(4)
 def test_what_a_last_backward_leaves_out_is_sent_with_it(rank: int) -> None:
     mesh, (x,) = meshes(2, 2), batches(1)
     in_two, in_one = sharded(mesh["shard"]), sharded(mesh["shard"])

@@ -198,7 +198,7 @@ def test_a_file_that_one_rank_lacks_is_an_error_on_both_and_a_folder_without_any
 @on_ranks(2)
 def test_what_would_be_ignored_raises(rank: int) -> None:
     from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs
+    from accelerate.utils import DistributedDataParallelKwargs, DistributedType
     from transformers import Trainer
 
     from fnddp.integrations.huggingface import FnddpTrainerMixin, prepare
@@ -207,6 +207,11 @@ def test_what_would_be_ignored_raises(rank: int) -> None:
         hooked: Any = DistributedDataParallelKwargs(comm_hook=SYNC)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="has comm_hook=error_feedback.*pass the pipeline as `sync`"):
             prepare(Accelerator(cpu=True, kwargs_handlers=[hooked]), SYNC)
+        sharding = Accelerator(cpu=True)
+        sharding.state.distributed_type = DistributedType.FSDP  # as it sets on accelerators: on the CPU it wraps in DDP
+        with pytest.raises(TypeError, match=r"prepare: Accelerate runs FSDP, which .*fsdp.compress yourself"):
+            prepare(sharding, SYNC)
+    with accelerated(rank):
         accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=3)])
         with pytest.raises(TypeError, match="synchronize twice; call fnddp.integrations.huggingface.prepare"):
             accelerator.prepare(fnddp.DistributedDataParallel(Regression(), sync=SYNC))

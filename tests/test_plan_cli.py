@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import fnddp
 from fnddp.cli import main
 from fnddp.cli.options import DEFAULT_PIPELINES
+from fnddp.simulation.ranks import run_threads
 from tests import workloads
 from tests.hosts import complaints
 
@@ -44,6 +46,8 @@ def test_bytes_and_times_are_arithmetic(planned: Any) -> None:
     assert [each["wire_bytes"] for each in said["pipelines"]] == [4 * PARAMETERS, 2 * PARAMETERS, LOW_RANK_BYTES]
     assert [each["link_bytes"] for each in said["pipelines"]] == [6 * PARAMETERS, 3 * PARAMETERS, 1.5 * LOW_RANK_BYTES]
     assert [each["reduction"] for each in (plain, half)] == [1, 2]
+    (eighth,) = planned("bucketize(quantize(two_shot))", "--ranks", "4")["pipelines"]
+    assert eighth["reduction"] == pytest.approx(plain["link_bytes"] / eighth["link_bytes"])  # as README counts
     assert low_rank["pipeline"] == LOW_RANK
     assert [(each["collectives"], each["rounds"]) for each in said["pipelines"]] == [(1, 1), (1, 1), (2, 2)]
     seconds = 6 * PARAMETERS / 125e6
@@ -67,6 +71,38 @@ def test_step_chooses_the_phase(planned: Any, step: str | None, size: int) -> No
     said = planned("warmup(fp16(allreduce), steps=30)", *(() if step is None else ("--step", step)))
     assert said["step"] == (None if step is None else int(step))
     assert said["pipelines"][0]["wire_bytes"] == size * PARAMETERS
+
+
+def test_what_is_planned_is_what_steps_after_the_first_do(planned: Any, printed: Any) -> None:
+    """Steps after the first know how gradients come, which decides the buckets; the first one goes by parameters."""
+    model, text = f"{workloads.__file__}:positions", "bucketize(quantize(two_shot))"
+
+    def body(_: int) -> list[tuple[int, int]]:
+        module, tokens, loss = workloads.positions()
+        wrapped = fnddp.DistributedDataParallel(module, sync=text)
+        sent: list[tuple[int, int]] = []
+        for _ in range(3):
+            loss(wrapped(tokens)).backward()
+            assert wrapped.plan is not None
+            sent.append((len(wrapped.plan.collectives), wrapped.plan.wire_bytes))
+        return sent
+
+    first, second, third = run_threads(2, body)[0]
+    assert (first[0], second[0]) == (4, 2)
+    assert second == third
+    for options, expected in (((), second), (("--step", "1"), second), (("--step", "0"), first)):
+        (found,) = planned(text, "--ranks", "2", *options, model=model)["pipelines"]
+        assert (found["collectives"], found["wire_bytes"]) == expected, options
+    (found,) = planned(text, "--ranks", "2", model=model)["pipelines"]
+    assert (found["first_step"]["collectives"], found["first_step"]["wire_bytes"]) == first
+    said = printed(text, "allreduce", model=model)
+    assert said.count("  the first step ") == 2
+    assert "expects gradients in the reverse order of parameters: later ones know" in " ".join(said.split())
+    assert "first step" not in printed(text, "--step", "0", model=model)
+    assert "first step" not in printed(text, LOW_RANK.replace("2)", "2, refresh=4)"), model=workloads.SMALL)
+    assert "of a module alone are not known" in " ".join(printed(text).split())
+    (warming,) = planned("warmup(fp16(allreduce), steps=30)", model=workloads.SMALL)["pipelines"]
+    assert warming["first_step"]["wire_bytes"] == 2 * warming["wire_bytes"]
 
 
 def test_buckets_hide_behind_backward(planned: Any) -> None:
@@ -99,7 +135,7 @@ def test_steps_that_differ_have_a_row_each(planned: Any, printed: Any, tmp_path:
     assert (whole["steps"], compressed["steps"]) == (1, 3)
     assert (whole["wire_bytes"], whole["reduction"]) == (4 * PARAMETERS, 1)
     assert low_rank["wire_bytes"] == (whole["wire_bytes"] + 3 * compressed["wire_bytes"]) / 4
-    assert low_rank["reduction"] == pytest.approx(4 * PARAMETERS / low_rank["wire_bytes"])
+    assert low_rank["reduction"] == pytest.approx(4 * PARAMETERS / low_rank["wire_bytes"])  # of all_reduces alone
     seconds = [each["links"]["1gbit"]["communication_seconds"] for each in (whole, compressed, compressed, compressed)]
     assert low_rank["links"]["1gbit"]["communication_seconds"] == pytest.approx(sum(seconds) / 4)
     assert low_rank["rounds"] == 2
@@ -161,5 +197,6 @@ def test_each_group_has_a_size_and_a_link(planned: Any) -> None:
     shard = sum(-(-numel // 4) for numel in (64 * 32, 32, 320, 10))
     node, across = 4 * 4 * shard * 2 * 3 / 4 + 4 * shard * 3, 2 * shard * 4 / 3  # gloo's reduce_scatter sends double
     assert two_levels["link_bytes"] == pytest.approx(node + across, abs=3)
+    assert two_levels["reduction"] is None
     assert two_levels["links"][links]["communication_seconds"] == pytest.approx(node / 1e9 + across / 250e6)
     assert plain["links"][links]["communication_seconds"] == pytest.approx(2 * 11 / 12 * 4 * PARAMETERS / 125e6)

@@ -650,6 +650,34 @@ def test_one_handle_for_all_axes(rank: int) -> None:
         compress(sharded(), mesh, gradients="two_shot")
 
 
+@pytest.mark.parametrize("weights", [None, "quantize(allgather)", "ef21(quantize(allgather, bits=4))"])
+@on_ranks(2)
+def test_a_plan_is_of_one_micro_batch(rank: int, weights: str | None) -> None:
+    """Of three, gradients travel with the last, and weights with each, but for differences, which travel once."""
+    mesh, (x,) = meshes(1, 2), batches(1)
+    model = sharded(mesh["shard"])
+    handle = compress(model, mesh, gradients="quantize(two_shot)", weights=weights)
+    loss(model, x).backward()
+    change(model, by=lambda p: 1.01 * p)
+    with WireCounter() as counter:
+        with handle.no_sync():
+            for _ in range(2):
+                loss(model, x).backward()
+        loss(model, x).backward()
+    sizes = {axis.name: axis.wire_bytes for axis in handle.plan.axes}
+    times = 1 if weights and "ef21" in weights else 3
+    assert counter.wire_bytes == sizes["gradients"] + times * sizes["weights"]
+    stats = handle.sync_stats()
+    assert (stats["gradients_bytes"], stats["weights_bytes"]) == (sizes["gradients"], sizes["weights"])
+
+
+def test_a_plan_of_parameters_that_share_a_name_is_refused() -> None:
+    """Between replicas, leaves are keyed by name: those of one group would have taken the place of the other's."""
+    layers = {f"layers.{i}": dict(nn.Linear(8, 8).named_parameters()) for i in range(2)}
+    with pytest.raises(ValueError, match="groups 'layers.0' and 'layers.1' both have a parameter 'weight'; name each"):
+        plan_axes(layers, world_size={"shards": 2, "replicas": 2})
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("weights", [None, "quantize(allgather)", "ef21(quantize(allgather, bits=4))"])
 @on_ranks(4)

@@ -32,8 +32,28 @@ def own_problem():
     )
 
 
+class Positions(nn.Module):
+    """Its own parameter comes first among the parameters, and its gradient before that of the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.position = nn.Embedding(5000, 64), nn.Parameter(torch.zeros(8, 64))
+        self.head = nn.Linear(64, 16)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens) + self.position)
+
+
+def positions():
+    return Positions(), torch.arange(16).reshape(2, 8), lambda out: out.square().mean()
+
+
 def wide():
     return nn.Linear(640, 480), torch.ones(2, 640), lambda output: output.square().mean()
+
+
+def large():
+    return nn.Linear(4000, 1000), torch.ones(2, 4000), lambda output: output.square().mean()
 
 
 def alone():

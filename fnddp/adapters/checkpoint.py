@@ -31,7 +31,7 @@ class HasSync(Protocol):
 
 
 class HasCheckpoint(Protocol):
-    """A `fnddp.DistributedDataParallel`, or the result of `register` or `compress_replicas`."""
+    """A `fnddp.DistributedDataParallel`, or the result of `register`, `compress` or its parts."""
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> "Checkpoint": ...
 

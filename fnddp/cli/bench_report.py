@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from fnddp.cli.bench_rank import OPERATIONS, PARTS, Run
 from fnddp.cli.picture import COLOURS, dress
-from fnddp.cli.terminal import Table, echo
+from fnddp.cli.terminal import SIZES, Table, echo
 from fnddp.show.text import count
 
 RATIOS = "ratios.png"
@@ -42,8 +42,8 @@ def table(run: Run) -> Table:
     legend = {
         "ms": "median of the steps, until the last rank was done",
         "time": "over the peer's in the same round, median and quartiles; below 1 is faster",
-        "wire": "bytes that a rank passes to its collectives in one step, counted (papers count so)",
-        "link": f"bytes sent in a step, with headers, {interface}",
+        "wire": f"{SIZES['wire B']}, counted",
+        "link": f"bytes sent in a step, measured with headers {interface}",
     }
     ratios = {f"time /\n{names[peer]}": 5 if peer == run.peers[0] else 3 for peer in run.peers}
     return Table("arm", {"ms": 4, **ratios, "wire": 2, "link": 1}, rows, legend)

@@ -112,7 +112,7 @@ def plan(
     communication, computed for each link (latency and bandwidth of a ring). Nothing is run, and no cluster is needed.
     The pipeline "auto" is what sync="auto" takes there.
     """
-    from fnddp.cli import checks, plan_report, terminal
+    from fnddp.cli import checks, models, plan_report, terminal
     from fnddp.cost.estimate import Compute
     from fnddp.run.choose import AUTO, choice
     from fnddp.wire.groups import World, within
@@ -146,7 +146,9 @@ def plan(
             raise WrongArgument(f"auto is for the ranks of one group, got --ranks {ranks}; name a pipeline")
         taken = {name: choice(parameters, on, world_size=sizes).taken for name, on in by_text.items()}
         texts = list(dict.fromkeys(each for text in texts for each in (taken.values() if text == AUTO else [text])))
-    setting = plan_report.Setting(model, parameters, sizes, by_text, step, backward, bucket_cap_mb)
+    with terminal.progress(f"running {model} without values"):
+        arrival = models.arrival(model)
+    setting = plan_report.Setting(model, parameters, sizes, by_text, step, backward, bucket_cap_mb, arrival)
     with within(World(size=sizes)):
         syncs = checks.check_pipelines(texts, parameters)
     for option, text, given in (("--ranks", ranks, sizes), *(("--link", *each) for each in by_text.items())):

@@ -23,7 +23,7 @@ from fnddp.cli.checks import cores
 from fnddp.cli.failures import EXTRA
 from fnddp.cli.launch import Ranks, Stage, share_cores
 from fnddp.cli.models import load
-from fnddp.cli.terminal import Table, echo
+from fnddp.cli.terminal import SIZES, Table, echo
 from fnddp.core.agreement import digest_of, first_difference
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync
@@ -198,7 +198,7 @@ def table(findings: Findings, model: str) -> Table:
         "step": f"of {model}: forward {forward}, backward {backward}, codec and exposed",
         "exposed": "time that a step waits for communication, predicted from the last link",
         "codec": "encoding and decoding",
-        "link B": "bytes that a rank sends in a step",
+        "link B": SIZES["link B"],
     }
     note = f"Forward, backward and codec are those of rank 0, timed on {count(len(findings.hosts), 'rank')} at once."
     return Table("pipeline", {"step": 4, "exposed": 3, "codec": 2, "link B": 1}, rows, legend, note)

@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy, linear, relu
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.options import MODELS
 from fnddp.core.options import did_you_mean
+from fnddp.run.measure import measure_backward
 from fnddp.simulation.tune import Batch, Forward, Loss, Problem, trained
 
 Params = dict[str, Tensor]
@@ -129,6 +130,24 @@ def parameters(name: str) -> Params:
     return {path: p.to("meta") for path, p in trained(module).items()}
 
 
+def arrival(name: str) -> list[str] | None:
+    """Return the names of parameters in the order in which backward has their gradients, as steps after the first know.
+
+    None for a module alone, and for a model that cannot run without values.
+
+    >>> arrival("transformer")[-2:], list(parameters("transformer"))[:2]
+    (['position', 'embed.weight'], ['position', 'embed.weight'])
+    """
+    try:
+        with torch.device("meta"):
+            problem = load(name)
+            module = problem.build()
+        batch = [part.to("meta") for part in problem.batch(0, 1, torch.Generator().manual_seed(0))]
+        return measure_backward(problem.loss_of(module), trained(module), *batch, calls=1).order
+    except Exception:  # a model may raise anything
+        return None
+
+
 def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int, rate: float | None) -> Problem:
     """Return what `--model` and `--data` name; the learning rate falls from `rate`, or what suits the data, to zero."""
     source = data if data in DATA else model if model in DATA else None
@@ -221,7 +240,7 @@ def _kind(value: Any) -> str:
 
 
 def transformer() -> Problem:
-    """Return 4 encoder layers of width 384 over embeddings, 10.3 million parameters; 4 sentences of 64 tokens."""
+    """Return 4 causal layers of width 384 over embeddings, 10.3 million parameters; 4 sentences of 64 tokens."""
     return _problem(lambda: Transformer(4096, 384, 4, 6, 64), lambda random: _tokens(4, 64, 4096, random))
 
 
@@ -264,18 +283,26 @@ def _layer(width: int, heads: int, hidden: int, activation: str = "relu") -> nn.
     )
 
 
+def _causal(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    """Return `x: [batch, tokens, width]` after layers in which a token sees none behind it."""
+    later = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
+    for layer in layers:
+        x = layer(x, src_mask=later, is_causal=True)
+    return x
+
+
 class Transformer(nn.Module):
-    """Encoder layers over learned embeddings."""
+    """Causal layers over learned embeddings: a language model."""
 
     def __init__(self, vocabulary: int, width: int, layers: int, heads: int, context: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.zeros(context, width))
-        self.blocks = nn.Sequential(*(_layer(width, heads, 4 * width) for _ in range(layers)))
+        self.blocks = nn.ModuleList(_layer(width, heads, 4 * width) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embed(tokens) + self.position))
+        return self.head(_causal(self.blocks, self.embed(tokens) + self.position))
 
 
 class GPT2(nn.Module):
@@ -297,10 +324,7 @@ class GPT2(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         n = tokens.shape[1]
         x = self.wte(tokens) + self.wpe(torch.arange(n, device=tokens.device))
-        later = nn.Transformer.generate_square_subsequent_mask(n, device=tokens.device, dtype=x.dtype)
-        for layer in self.h:
-            x = layer(x, src_mask=later, is_causal=True)
-        return linear(self.ln_f(x), self.wte.weight)
+        return linear(self.ln_f(_causal(self.h, x)), self.wte.weight)
 
 
 def _resnet18() -> nn.Module:

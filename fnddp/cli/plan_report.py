@@ -1,6 +1,7 @@
 """Costs of pipelines for `fnddp plan`, from their plans: a table, the plans, or JSON; also of a sharded model."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fnddp.cli import checks
 from fnddp.cli.failures import WrongArgument, wrong_if
-from fnddp.cli.terminal import Table, echo
+from fnddp.cli.terminal import SIZES, Table, echo
 from fnddp.core.state import at_step
 from fnddp.core.sync import Sync
 from fnddp.cost.estimate import Links
@@ -38,6 +39,12 @@ class Setting:
     step: int | None  # of all counters; None for a step after all warm-ups
     backward: float | None  # seconds; None to hide nothing behind it
     bucket_cap_mb: float
+    arrival: list[str] | None = None  # names of parameters as their gradients come, where that is known
+
+    @property
+    def order(self) -> list[str] | None:
+        """The order in which the step expects gradients: the first one does not know how they come."""
+        return None if self.step == 0 else self.arrival
 
     @property
     def elements(self) -> int:
@@ -57,23 +64,37 @@ class Setting:
 def planned(sync: Sync, setting: Setting) -> tuple[list[Plan], Costs]:
     """Lower `sync` for ranks that need not exist; return the plan of each step of a period, and the costs.
 
-    `phases` are costs of steps that differ, each with the number of steps of a period that have them.
+    `phases` are costs of steps that differ, each with the number of steps of a period that have them; `first_step` are
+    those of the very first one, where it sends something else than these.
     """
-    ranks, cap = World(size=setting.ranks).size_of(sync.groups), setting.bucket_cap_mb
+    ranks = World(size=setting.ranks).size_of(sync.groups)
+    options: Any = {"world_size": ranks, "bucket_cap_mb": setting.bucket_cap_mb, "arrival": setting.order}
     with wrong_if(TypeError, ValueError):  # a LoweringError is a TypeError
         if setting.step is None:
-            repeated = period(sync, setting.parameters, world_size=ranks, bucket_cap_mb=cap)
+            repeated = period(sync, setting.parameters, **options)
             plans = [(each.plan, each.steps) for each in repeated]
+            first = lower(sync, setting.parameters, **options | {"arrival": None})
         else:
             with within(planned_world(sync, sync.groups, ranks)):
                 state = at_step(setting.step, sync.init(setting.parameters))
-            plans = [(lower(sync, setting.parameters, state=state, world_size=ranks, bucket_cap_mb=cap), 1)]
+            first = lower(sync, setting.parameters, state=state, **options)
+            plans = [(first, 1)]
     phases: dict[str, Costs] = {}
     for plan, steps in plans:
         costs = _costs([(plan, 1)], setting)
         phases.setdefault(repr(costs), {"steps": 0, **costs})["steps"] += steps
     mean = _costs(plans if len(phases) > 1 else plans[:1], setting)
-    return [plan for plan, _ in plans], {"pipeline": repr(sync), **mean, "phases": [*phases.values()]}
+    is_known = any(_look(first) == _look(plan) for plan, _ in plans)
+    return [plan for plan, _ in plans], {
+        "pipeline": repr(sync),
+        **mean,
+        "phases": [*phases.values()],
+        "first_step": None if is_known else _costs([(first, 1)], setting),
+    }
+
+
+def _look(plan: Plan) -> tuple[int, int, int]:
+    return len(plan.collectives), plan.rounds, plan.wire_bytes
 
 
 def _costs(plans: Sequence[tuple[Plan, int]], setting: Setting) -> Costs:
@@ -82,16 +103,18 @@ def _costs(plans: Sequence[tuple[Plan, int]], setting: Setting) -> Costs:
     def mean(values: Sequence[Any]) -> Any:
         return fmean(values, [steps for _, steps in plans]) if len(plans) > 1 else values[0]
 
-    backward, parameters = setting.backward or 0.0, 4 * setting.elements
+    backward = setting.backward or 0.0
     estimates = {
         text: [plan.estimate(on, backward_seconds=backward) for plan, _ in plans] for text, on in setting.links.items()
     }
     times = ["communication_seconds"] + ["step_seconds", "exposed_seconds"] * (setting.backward is not None)
-    wire_bytes = mean([plan.wire_bytes for plan, _ in plans])
+    link_bytes = mean([step.link_bytes for step in next(iter(estimates.values()))])  # the same on all links
+    n = setting.ranks if isinstance(setting.ranks, int) else 1
+    plain = Link(math.inf).link_bytes("all_reduce", 4 * setting.elements, n)
     return {
-        "wire_bytes": wire_bytes,
-        "reduction": parameters / wire_bytes if wire_bytes else None,
-        "link_bytes": mean([step.link_bytes for step in next(iter(estimates.values()))]),  # the same on all links
+        "wire_bytes": mean([plan.wire_bytes for plan, _ in plans]),
+        "link_bytes": link_bytes,
+        "reduction": plain / link_bytes if plain and link_bytes else None,
         "collectives": mean([len(plan.collectives) for plan, _ in plans]),
         "rounds": max(plan.rounds for plan, _ in plans),
         "peak_bytes": max(plan.peak_bytes for plan, _ in plans) or None,  # never 0 bytes: the means are among them
@@ -107,11 +130,10 @@ def show(setting: Setting, pipelines: Sequence[Costs]) -> None:
     costs = {"comm": 9} if setting.backward is None else {"comm": 7, "step": 9, "exposed": 6}
     headings = [text.replace(",", "\n") for text in setting.links]
     times = {f"{heading}\n{cost}": weight for heading in headings for cost, weight in costs.items()}
-    sizes = {"wire B": 8, "reduction": 5, "link B": 2, "collec-\ntives": 3, "rounds": 4, "memory": 1}
+    sizes = {"wire B": 2, "link B": 8, "reduction": 5, "collec-\ntives": 3, "rounds": 4, "memory": 1}
     legend = {
-        "wire B": "bytes that a rank passes to its collectives in a step",
-        "reduction": "4 bytes for each parameter, over wire B",
-        "link B": "bytes that a rank sends in a ring",
+        **SIZES,
+        "reduction": "times fewer link bytes than a plain mean of float32; -: none, or several groups",
         "rounds": "of collectives, of which each waits for the one before",
         "memory": "at most, in addition to gradients and state; -: not known",
         "comm": "all collectives, one after the other",
@@ -126,8 +148,19 @@ def show(setting: Setting, pipelines: Sequence[Costs]) -> None:
         rows += [
             (f"  {kind['steps']} of {steps} steps", *_row(kind)) for kind in mean["phases"] if kind["steps"] < steps
         ]
-    if len(rows) > len(pipelines):
+        if mean["first_step"]:
+            rows.append(("  the first step", *_row(mean["first_step"])))
+    if any(len(mean["phases"]) > 1 for mean in pipelines):
         note += " Where steps differ, a pipeline is their mean, and below it is each kind."
+    if any(mean["first_step"] for mean in pipelines):
+        note += (
+            " The first step begins warm-ups, and expects gradients in the reverse order of parameters: later ones "
+            "know how they come. It also compares what ranks run, and asks whether they give weights."
+        )
+    elif setting.arrival is None and setting.step is None:
+        note += (
+            " Gradients are taken to come in the reverse order of parameters: those of a module alone are not known."
+        )
     echo(f"{setting}\n")
     Table("pipeline", {**sizes, **times}, rows, legend, note).show()
 
@@ -135,8 +168,8 @@ def show(setting: Setting, pipelines: Sequence[Costs]) -> None:
 def _row(costs: Costs) -> tuple[str, ...]:
     return (
         f"{round(costs['wire_bytes']):,}",
-        "-" if costs["reduction"] is None else f"{costs['reduction']:.1f}x",
         f"{round(costs['link_bytes']):,}",
+        "-" if costs["reduction"] is None else f"{costs['reduction']:.1f}x",
         f"{costs['collectives']:.3g}" if costs["collectives"] % 1 else f"{costs['collectives']:.0f}",
         str(costs["rounds"]),
         "-" if costs["peak_bytes"] is None else size(costs["peak_bytes"]),

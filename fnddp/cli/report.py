@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from fnddp.cli.picture import COLOURS, dress, label
-from fnddp.cli.terminal import Table, echo
+from fnddp.cli.terminal import SIZES, Table, echo
 from fnddp.cli.train import Result
 from fnddp.show.text import count
 
@@ -35,8 +35,8 @@ def show(results: Sequence[Result]) -> None:
     score = "final loss" if any(result["test_accuracy"] is None for result in results) else "accuracy"
     columns = {"bytes/step": 5, "reduction": 2, "MB sent": 1, score: 4, "ms/step": 3}
     legend = {
-        "bytes/step": "bytes that a rank passes to its collectives in the last step, counted",
-        "reduction": "4 bytes for each parameter, over those",
+        "bytes/step": f"{SIZES['wire B']}, counted in the last one",
+        "reduction": "times fewer wire bytes than a plain mean of float32",
         "MB sent": "by a rank, in all steps",
         "ms/step": "median; fewer bytes pay on slow links, hardly ever within one machine",
     }

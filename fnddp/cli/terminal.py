@@ -25,6 +25,12 @@ RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 SILENT, QUIET = 2.0, 30.0  # seconds without a line, of what has just begun, and of what goes on
 
+SIZES = {
+    "wire B": "wire bytes: what a rank passes to its collectives in a step",
+    "link B": "link bytes: what it sends over its link for that, in rings",
+}
+"""Captions of the columns of bytes, in all tables of commands: see docs/glossary.md."""
+
 _PIECES = re.compile(r"[^(,{]*(?:[({]|, ?)?")  # a pipeline is broken after these
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import torch
 from matplotlib.figure import Figure
 
 from fnddp.cli.picture import COLOURS, dress, label
-from fnddp.cli.terminal import Table, echo
+from fnddp.cli.terminal import SIZES, Table, echo
 from fnddp.cost.link import duration
 from fnddp.simulation.tune import Gap, Tuned
 
@@ -42,8 +42,7 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
     columns = {"wire B": 4, "link B": 1, "step": 8, "codec": 3, "exposed": 2, "loss": 7, "above": 5, "mark": 6}
     forward, backward = map(duration, (tuned.compute.forward_seconds, tuned.compute.backward_seconds))
     legend = {
-        "wire B": "bytes that a rank passes to its collectives in a step",
-        "link B": "bytes that a rank sends over its link in a step",
+        **SIZES,
         "step": f"forward {forward}, backward {backward} and codec, measured, and exposed, predicted",
         "codec": "encoding and decoding",
         "exposed": "time that a step waits for the link",
@@ -92,7 +91,7 @@ def plot(tuned: Tuned, found: dict[str, Any]) -> Figure:
         style = {"color": COLOURS[i % len(COLOURS)], "marker": "os^D"[i // len(COLOURS) % 4], "capsize": 3}
         text = f"{each.pipeline}  {duration(each.seconds)}  {each.loss:.4f}"
         by_time.errorbar(each.seconds, each.loss, yerr=each.spread, label=text, **style)
-        by_bytes.errorbar(each.wire_bytes, each.loss, yerr=each.spread, **style)
+        by_bytes.errorbar(each.link_bytes, each.loss, yerr=each.spread, **style)
     for axes in (by_time, by_bytes):
         if math.isfinite(tuned.mean.loss):
             axes.axhline(tuned.mean.loss + tuned.within, color="0.6", linestyle=":", linewidth=1)
@@ -103,7 +102,7 @@ def plot(tuned: Tuned, found: dict[str, Any]) -> Figure:
     by_time.plot([each.seconds for each in front], [each.loss for each in front], color="0.7", zorder=0)
     label(by_time.xaxis, "predicted time of a step", "s")
     label(by_time.yaxis, "final loss (bars: seeds)")
-    label(by_bytes.xaxis, "bytes that a rank sends in a step", "B")
+    label(by_bytes.xaxis, "link bytes: what a rank sends over its link in a step", "B")
     within = f"dotted: {tuned.within:.3g} above the plain mean's loss; line: nothing is better"
     figure.suptitle(f"{title(found)}\n{within}")
     if shown:

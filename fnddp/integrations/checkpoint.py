@@ -36,7 +36,8 @@ def save(
         folder: A folder that all ranks see.
         model: A `fnddp.DistributedDataParallel`, torch's, or one that FSDP has sharded.
         optimizers: Optimizers of its parameters.
-        sync: The result of `register` or `compress_replicas`; None where `model` itself has the pipeline.
+        sync: The result of `register`, or of `compress`, `compress_shards` or `compress_replicas` of
+            `fnddp.integrations.fsdp`; None where `model` itself has the pipeline.
         more: More to save, by name: numbers, tensors, objects with a `state_dict`, such as a scheduler. Each name is
             saved once for all ranks; what differs between them needs names that do, such as `f"random{rank}"`.
         group: The ranks that save, all of which call it; None for all ranks.
@@ -147,8 +148,8 @@ def _keeper(model: nn.Module, sync: HasCheckpoint | None) -> HasCheckpoint:
     keeper: Any = model if sync is None else sync
     if not hasattr(keeper, "sync_checkpoint"):
         raise TypeError(
-            f"a {type(keeper).__name__} has no pipeline; pass the result of fnddp.register or compress_replicas as "
-            "`sync`"
+            f"a {type(keeper).__name__} has no pipeline; pass the result of fnddp.register, or of compress, "
+            "compress_shards or compress_replicas, as `sync`"
         )
     return keeper
 

@@ -104,7 +104,7 @@ def prepare(accelerator: Accelerator, sync: str | Sync) -> Pipelines:
     if kind != DistributedType.NO and not kind.value.startswith("MULTI_"):
         raise TypeError(
             f"prepare: Accelerate runs {kind.value}, which does not wrap models in torch's DistributedDataParallel, so "
-            "no pipeline would run"
+            "no pipeline would run; for FSDP2 call fully_shard and fnddp.integrations.fsdp.compress yourself"
         )
     if parallelism is not None and parallelism.tp_enabled:
         raise TypeError("prepare: with tensor parallelism Accelerate does not wrap models, so no pipeline would run")

@@ -20,7 +20,8 @@ class SyncStats(TypedDict):
         steps: Steps that have succeeded so far.
         failed_steps: Steps so far that failed on all ranks.
         skipped_steps: Steps so far that `skip_nonfinite` has withheld; None without it.
-        wire_bytes: Bytes that this rank passed to its collectives in the last step.
+        wire_bytes: Bytes that this rank passed to the collectives of its plan in the last step, without the weight
+            of 8 bytes and the vote of a byte for each leaf.
         link_bytes: Bytes that it sent over its link for these collectives, in rings.
         collectives: Number of these collectives.
         encode_seconds: Time of computation before the last collective of the step was issued.

@@ -44,7 +44,7 @@ class Compressed:
 
     @property
     def plan(self) -> AxesPlan:
-        """What the next step sends, with the parameters that require a gradient now."""
+        """The messages of the next step, with the parameters that require a gradient now: see `AxesPlan`."""
         shards, replicas, axes = self.shards, self.replicas, list[Axis]()
         if shards is not None:
             axes += shards.plan.axes
@@ -82,7 +82,10 @@ class Compressed:
         return Checkpoints(made)
 
     def sync_stats(self) -> dict[str, Any]:
-        """Return the payload bytes of a step along each axis, and the replicas' other statistics."""
+        """Return the wire bytes along each axis, and the replicas' other statistics.
+
+        Those of weights are of one micro-batch, as in `plan`.
+        """
         of_replicas: Mapping[str, Any] = {} if self.replicas is None else self.replicas.sync_stats()
         own = {} if self.shards is None else {"steps": self.shards.steps, "failed_steps": self.shards.failed_steps}
         sent = {f"{axis.name}_bytes": axis.wire_bytes for axis in self.plan.axes}
@@ -115,8 +118,8 @@ def plan_axes(
     the `plan` of `compress`.
 
     Args:
-        groups: The parameters of each `fully_shard` by name, of which shapes and dtypes count; `""` is the model
-            itself, whose weights stay whole between forward and backward.
+        groups: The parameters of each `fully_shard`, by the name of its module and by their own in the model, of which
+            shapes and dtypes count; `""` is the model itself, whose weights stay whole between forward and backward.
         world_size: The number of `"shards"`, over which parameters are sharded along their first dimension, of
             `"replicas"` of those, and of `"workers"` with replicas of their own; 1 where it is left out.
         gradients: The pipeline of gradients between shards: see `compress_shards`; None for FSDP's own reduce-scatter.
@@ -127,7 +130,7 @@ def plan_axes(
 
     Raises:
         TypeError: A pipeline has no place there: see `compress_shards`.
-        ValueError: `world_size` has other keys, or a number below 1.
+        ValueError: `world_size` has other keys, or a number below 1; or two groups have a parameter of the same name.
 
     >>> import torch
     >>> from fnddp import Link
@@ -148,6 +151,14 @@ def plan_axes(
     sizes = {"shards": 1, "replicas": 1, "workers": 1, **(world_size or {})}
     if len(sizes) > 3 or min(sizes.values()) < 1:
         raise ValueError(f'plan_axes: world_size must be {{"shards": N, "replicas": N}}, got {world_size}')
+    owner: dict[str, str] = {}
+    for name, parameters in groups.items():
+        for path in parameters:
+            if (first := owner.setdefault(path, name)) != name:
+                raise ValueError(
+                    f"plan_axes: groups {first!r} and {name!r} both have a parameter {path!r}; name each as "
+                    "model.named_parameters() does, such as layer.named_parameters('layers.0') for the group 'layers.0'"
+                )
     n = sizes["shards"]
     of_gradients, of_weights = fitting("gradients", gradients), fitting("weights", weights)
     traffic: list[Traffic] = []

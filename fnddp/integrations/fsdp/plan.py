@@ -34,7 +34,8 @@ class Axis:
 class AxesPlan:
     """The messages of a step of a model by axis: of one forward, and a backward that synchronizes all gradients.
 
-    Printed, it is a table.
+    A step that accumulates k micro-batches sends the messages of weights k times, but with `ef21` once. The weights of
+    ranks in a mean, and votes, are left out: they are a few bytes. Printed, it is a table.
     """
 
     axes: tuple[Axis, ...]

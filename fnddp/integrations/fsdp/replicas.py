@@ -18,7 +18,7 @@ from fnddp.adapters.handle import PipelineHandle, not_synchronized
 from fnddp.core.agreement import agree_over, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
-from fnddp.core.sync import Sync
+from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves
 from fnddp.integrations.fsdp.reductions import Ends, RankWeight, Reduction, Reductions, reductions_of
 from fnddp.plan.plan import Plan
@@ -247,7 +247,8 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
         replicate: One dimension of the mesh: `mesh["replicate"]`.
 
     Raises:
-        TypeError: A parameter is not sharded, or its mesh includes `replicate`; or it was called for the model before.
+        TypeError: A parameter is not sharded, or its mesh includes `replicate`; it was called for the model before; or
+            `sync` needs whole leaves, as `clip_by_global_norm` does, and there are several shards.
         RankMismatchError: On all replicas, if they disagree about the pipeline or the parameters.
 
     Source: `torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py` of torch 2.13, `foreach_reduce`, which calls the
@@ -280,6 +281,14 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     def set_up() -> dict[str, str]:
         parameters, shards = _sharded(model, replicate)
         pipeline = pipeline_of("compress_replicas: sync", given).over(group, unnamed_only=True)
+        for each in all_in(pipeline) if shards.size() > 1 else ():
+            if each.wants_whole_leaves:
+                name = type(each).__name__
+                raise TypeError(
+                    f"compress_replicas: {name} needs whole leaves, but here a rank has a shard of each; leave it out: "
+                    "torch.nn.utils.clip_grad_norm_ after backward counts all shards, and a step that is not finite "
+                    "leaves the state as it was"
+                )
         frozen = {name: p for name, p in model.named_parameters() if name not in parameters}
         made.append(Replicas(parameters, frozen, pipeline, group, shards, reductions_of(model), model))
         return description(pipeline, _local(parameters), made[-1].state)
