@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fnddp.adapters.backward import Backward
-from fnddp.adapters.handle import not_synchronized
+from fnddp.adapters.backward import Backward, require_synchronized
 from fnddp.core.agreement import agree_over, description
 from fnddp.core.group import Group, group_name
 from fnddp.core.state import load_state_dict, parts, require_like, state_dict
@@ -21,7 +20,6 @@ from fnddp.outer.plan import Noted, OuterPlan, lower
 from fnddp.outer.shards import Shards, local, locals_of, shards_of
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
-from fnddp.run.step import Step
 from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import without_autocast
 from fnddp.wire import control
@@ -65,7 +63,8 @@ class Overlapped(Exchanges):
     def poll(self) -> None:
         """Advance open exchanges without waiting. Errors are raised where they end."""
         for each in self._open.values():
-            each.backward.attempt(lambda step=each.step: step.advance())
+            if each.backward.step is not None:
+                each.backward.attempt(each.backward.step.advance)
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
         """Start an exchange; if it fails, `end` raises the error, as on the other ranks."""
@@ -79,7 +78,7 @@ class Overlapped(Exchanges):
             engine.follow(other)
         backward = Backward(engine)
         step = backward.begin(state=state, weight=self._weight(name))
-        self._open[name] = _Open(backward, step, leaves)
+        self._open[name] = _Open(backward, leaves)
         backward.attempt(self._check)
         backward.attempt(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))
 
@@ -110,7 +109,6 @@ class _Open:
     """
 
     backward: Backward
-    step: Step
     leaves: Leaves
 
     def end(self) -> tuple[Leaves, State]:
@@ -385,10 +383,8 @@ class Attached:
             self._handle.remove()
 
     def _require_known(self) -> None:
-        known = set(self._parameters.values())
-        new = [name for name, p in self._model.named_parameters() if p.requires_grad and p not in known]
-        if new:
-            raise not_synchronized("outer.attach", new, "detach(), and call outer.attach again")
+        known, fix = set(self._parameters.values()), "detach(), and call outer.attach again"
+        require_synchronized("outer.attach", self._model.named_parameters(), known, fix)
 
     def _fresh(self) -> State:
         return self.outer.init(self.outer.leaves_of(self._detached(), None))
