@@ -303,3 +303,26 @@ def train_as_replica(name: str, address: str, folder: Path, _: Any) -> None:
 def test_replicas_of_torchft_discard_a_step_that_fails_and_go_on():
     pytest.importorskip("torchft")
     on_processes(2, train_as_replica)
+
+
+def check_refusal_within(rank: int) -> None:
+    """A backward that does not begin at the model's outputs, where the step would: its first gradient begins it."""
+    training, within = Training("replicas"), []
+    training.model[0].register_forward_hook(lambda _, __, output: within.append(output))
+    for step in range(2):
+        training.step(rank, step)
+    training.optimizer.zero_grad()
+    training.model(torch.ones(4, 6))
+    within[-1].square().mean().backward()
+    assert training.model[0].weight.grad is not None
+    dead = failing(C10d, "vote", error=RuntimeError("the peer is gone"))
+    with pytest.raises(CollectiveError, match="the peer is gone"), dead:
+        training.step(rank, 2)
+    training.optimizer.zero_grad()
+    training.model(torch.ones(4, 6))
+    with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
+        within[-1].square().mean().backward()
+
+
+def test_a_step_of_replicas_that_cannot_begin_at_a_gradient_raises(gloo):
+    gloo(2, check_refusal_within)

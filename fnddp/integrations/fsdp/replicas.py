@@ -173,7 +173,11 @@ class Replicas(PipelineHandle):
             self._backward.attempt(lambda: self._put(name))
 
     def _put(self, name: str) -> None:
-        self._start()  # if backward did not begin at the model's outputs
+        try:
+            self._start()  # if backward did not begin at the model's outputs
+        except Exception:
+            self._ends.add(lambda: self._end(None))  # which raises this error: until then it is kept
+            raise
         grad = self._parameters[name].grad
         assert isinstance(grad, DTensor)
         if grad is self._means.get(name):
