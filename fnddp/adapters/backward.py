@@ -89,14 +89,14 @@ class Backward:
 
     def is_running(self) -> bool:
         """Return True if a step is open; fail it if its backward has raised, which autograd does not report."""
-        if self.step is not None and self._is_broken_off:
+        if self.step is not None and self._broken_off is not None:
             self.fail_all(RuntimeError(UNFINISHED))
         return self.step is not None
 
     @property
-    def _is_broken_off(self) -> bool:
-        """True if autograd ran a backward for the step that is open, or was to begin, and it has raised."""
-        return self._together is not None and self._ending() is None
+    def _broken_off(self) -> "_Together | None":
+        """The steps of the backward in which this one has begun, or was to begin, if that has raised."""
+        return self._together if self._ending() is None else None
 
     def attempt(self, run: Callable[[], object]) -> None:
         """Call `run`, a part of the step, unless one has failed; keep its error for `end`.
@@ -172,8 +172,9 @@ class Backward:
 
         Within weight blocks when the outermost one ends: the error may leave out the steps of all of their modules.
         """
-        if self._is_broken_off and self._together is not None and self in self._together.awaited:
-            self._together.fail(error)
+        together = self._broken_off
+        if together is not None and self in together.awaited:
+            together.fail(error)
         else:
             with LEFT_OUT.block():
                 LEFT_OUT.errors[self] = error
@@ -181,7 +182,7 @@ class Backward:
     def require_idle(self) -> None:
         """Fail a step whose backward did not finish, as the next forward shows."""
         LEFT_OUT.end()
-        if self.step is not None or self._is_broken_off:
+        if self.step is not None or self._broken_off is not None:
             self.fail_all(RuntimeError(UNFINISHED))
         self._together = self.failure = None
 
