@@ -1,18 +1,22 @@
 """The contract of all ways in where a step fails: it ends on all ranks alike, and leaves no trace.
 
 Rank 1 fails at each point of a step, and the other ranks learn of it; or its collectives fail, and all ranks refuse.
+Replicas of torchft discard such a step, and go on.
 """
 
 import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
@@ -20,9 +24,11 @@ from fnddp import StepFailedError, outer
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
 from fnddp.integrations.fsdp.unit import Unit
 from fnddp.laws import bits
+from fnddp.run.step import Step
 from fnddp.run.vote import Vote
 from fnddp.wire.c10d import C10d
 from fnddp.wire.protocol import CollectiveError
+from tests.replicas import new_manager, on_processes
 
 LOSSY = "error_feedback(fp16(allreduce))"
 SHARDS = "error_feedback(quantize(two_shot, bits=4, block=16))"
@@ -88,15 +94,15 @@ class Trap(Exception):
 
 
 @contextmanager
-def failing(owner: Any, name: str, at: int = 0, error: Exception | None = None) -> Generator[list[int]]:
-    """Let call number `at` of a method raise, once; yield the list of calls."""
+def before(owner: Any, name: str, at: int, act: Callable[..., object]) -> Generator[list[int]]:
+    """Run `act` before call number `at` of a method; yield the list of calls."""
     calls: list[int] = []
     original = getattr(owner, name)
 
     def run(*given: Any, **options: Any) -> Any:
         calls.append(len(calls))
         if calls[-1] == at:
-            raise error or Trap(f"at {name}")
+            act(*given, **options)
         return original(*given, **options)
 
     setattr(owner, name, run)
@@ -106,14 +112,42 @@ def failing(owner: Any, name: str, at: int = 0, error: Exception | None = None) 
         setattr(owner, name, original)
 
 
+def failing(owner: Any, name: str, at: int = 0, error: Exception | None = None) -> Any:
+    """Let call number `at` of a method raise, once; yield the list of calls."""
+
+    def act(*_: Any, **__: Any) -> None:
+        raise error or Trap(f"at {name}")
+
+    return before(owner, name, at, act)
+
+
+@contextmanager
+def broken_off() -> Generator[None]:
+    """An error of the user's in backward, when the parameters of the last layer have their gradients."""
+
+    def trap(_: Tensor) -> None:
+        raise Trap("at a tensor of the user's")
+
+    def between(module: nn.Module, _: Any, output: Tensor) -> None:
+        if isinstance(module, nn.Tanh):
+            output.register_hook(trap)
+
+    hook = register_module_forward_hook(between)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 POINTS: dict[str, Callable[[int], Any]] = {  # given the number of collectives in a step
     "in the first collective": lambda _: failing(C10d, "start"),
     "in the last collective": lambda count: failing(C10d, "start", count - 1),
+    "in a segment": lambda _: failing(Step, "_run"),
     "in the first codec": lambda _: failing(Unit, "reduce"),
     "in the last codec": lambda _: failing(Unit, "reduce", 1),
     "behind the last gradient": lambda _: failing(Vote, "cast"),
 }
-BY_LEAF = ["in the first collective", "in the last collective", "behind the last gradient"]
+BY_LEAF = ["in a segment", "in the first collective", "in the last collective", "behind the last gradient"]
 BY_BUFFER = ["in the first codec", "in the last codec"]
 WAYS = {  # the number of ranks, and where a rank can fail by itself
     "module": (2, BY_LEAF),
@@ -146,7 +180,7 @@ def check_failures(rank: int, way: str, point: str) -> None:
         held, kept = bits(before), copy.deepcopy((model, optimizer))
         if step == 3:
             break
-        told = "at (start|reduce|cast)|its backward did not finish"  # an error that breaks a backward off
+        told = "at (start|_run|reduce|cast)|its backward did not finish"  # an error that breaks a backward off
         raises = pytest.raises(Trap if rank == 1 else StepFailedError, match=told)
         with raises, POINTS[point](len(calls)) if rank == 1 else nullcontext():
             training.step(rank, 10 + step)
@@ -161,23 +195,15 @@ def test_a_failure_of_one_rank_is_one_on_all_and_leaves_no_trace(gloo, n, way, p
     gloo(n, check_failures, way, point)
 
 
-def fails_in_backward(_: nn.Module, __: Any, output: Tensor) -> None:
-    output.register_hook(lambda _: 1 / 0)
-
-
 def check_abandoned(rank: int, way: str) -> None:
-    """An error of the user's in the backward of all ranks, when one parameter has its gradient."""
     training, straight = Training(way), Training(way)
     for step in range(3):
         training.step(rank, step)
         straight.step(rank, step)
         assert training.all == straight.all
         held = bits(training.state())
-        between = next(module for module in training.model.modules() if isinstance(module, nn.Tanh))
-        hook = between.register_forward_hook(fails_in_backward)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(Trap), broken_off():
             training.step(rank, 10 + step)
-        hook.remove()
         assert bits(training.state()) == held
 
 
@@ -202,3 +228,101 @@ def check_dead_wire(rank: int, way: str) -> None:
 @pytest.mark.parametrize("way", ["module", "register", "replicas", "attach"])
 def test_after_a_collective_that_failed_no_rank_goes_on(gloo, way):
     gloo(2, check_dead_wire, way)
+
+
+class Replica(Training):
+    """A replica of torchft's, whose parameters, optimizer and state a replica that joins would get."""
+
+    def __init__(self, name: str, address: str) -> None:
+        from torchft import Optimizer
+
+        from fnddp.integrations.torchft import DistributedDataParallel
+
+        self.net = network()
+        self.sgd = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        self.manager = new_manager(name, address, self)
+        self.model = DistributedDataParallel(self.manager, self.net, sync=fnddp.parse(LOSSY), bucket_cap_mb=1e-4)
+        self.state = lambda: self.model.sync_state
+        self.optimizer = Optimizer(self.manager, self.sgd)
+
+    def state_dict(self) -> Any:
+        return self.net.state_dict(), self.sgd.state_dict()
+
+    def load_state_dict(self, saved: Any) -> None:
+        self.net.load_state_dict(saved[0])
+        self.sgd.load_state_dict(saved[1])
+
+
+def hangs_up(wire: Any, *_: Any) -> None:
+    wire.hang_up()
+
+
+def points_of_replicas(count: int) -> dict[str, Any]:
+    from fnddp.integrations.torchft import ManagerWire
+
+    return {
+        "before the first gradient": failing(nn.Tanh, "forward"),
+        "in a backward that is broken off": broken_off(),
+        "in a segment": failing(Step, "_run"),
+        "in the first collective": failing(ManagerWire, "start"),
+        "in the last collective": failing(ManagerWire, "start", count - 1),
+        "behind the last gradient": failing(Vote, "cast"),
+        "on a dead wire": before(ManagerWire, "start", count - 1, hangs_up),
+        "on a wire that is dead at the vote": before(ManagerWire, "vote", 0, hangs_up),
+    }
+
+
+def train_as_replica(name: str, address: str, folder: Path, _: Any) -> None:
+    """Fail at one point after the other, in steps that both replicas discard, beside a module in which nothing fails.
+
+    An error is raised where it is, and nowhere else: not even there, where the wire is dead.
+    """
+    rank = int(name[1])
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "straight"), 2), rank=rank, world_size=2)
+    training, straight = Replica(name, address), Training("module")
+    with failing(type(training.model._wire), "start", -1) as calls:
+        training.step(rank, 0)
+    straight.step(rank, 0)
+    for step, point in enumerate(points_of_replicas(0), 1):
+        assert training.all == straight.all
+        assert training.manager.current_step() == step
+        held = training.all, bits(training.sgd.state_dict())
+        fails = points_of_replicas(len(calls))[point] if rank == 1 else nullcontext()
+        raises = pytest.raises(Trap) if rank == 1 and "wire" not in point else nullcontext()
+        with raises, fails:
+            training.step(rank, 10 + step)
+        assert (training.all, bits(training.sgd.state_dict())) == held
+        for each in (training, straight):
+            each.step(rank, step)
+    assert training.all == straight.all
+    assert training.model._engine.failed_steps == step
+    training.manager.shutdown(wait=False)
+
+
+@pytest.mark.thorough
+def test_replicas_of_torchft_discard_a_step_that_fails_and_go_on():
+    pytest.importorskip("torchft")
+    on_processes(2, train_as_replica)
+
+
+def check_refusal_within(rank: int) -> None:
+    """A backward that does not begin at the model's outputs, where the step would: its first gradient begins it."""
+    training, within = Training("replicas"), []
+    training.model[0].register_forward_hook(lambda _, __, output: within.append(output))
+    for step in range(2):
+        training.step(rank, step)
+    training.optimizer.zero_grad()
+    training.model(torch.ones(4, 6))
+    within[-1].square().mean().backward()
+    assert training.model[0].weight.grad is not None
+    dead = failing(C10d, "vote", error=RuntimeError("the peer is gone"))
+    with pytest.raises(CollectiveError, match="the peer is gone"), dead:
+        training.step(rank, 2)
+    training.optimizer.zero_grad()
+    training.model(torch.ones(4, 6))
+    with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
+        within[-1].square().mean().backward()
+
+
+def test_a_step_of_replicas_that_cannot_begin_at_a_gradient_raises(gloo):
+    gloo(2, check_refusal_within)

@@ -8,7 +8,8 @@ alike. Ways in say only what differs: which gradients no hook has seen, what is 
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, Generic, TypeVar
 
@@ -89,9 +90,14 @@ class Backward:
 
     def is_running(self) -> bool:
         """Return True if a step is open; fail it if its backward has raised, which autograd does not report."""
-        if self.step is not None and self._together is not None and self._ending() is None:
+        if self.step is not None and self._broken_off is not None:
             self.fail_all(RuntimeError(UNFINISHED))
         return self.step is not None
+
+    @property
+    def _broken_off(self) -> "_Together | None":
+        """The steps of the backward in which this one has begun, or was to begin, if that has raised."""
+        return self._together if self._ending() is None else None
 
     def attempt(self, run: Callable[[], object]) -> None:
         """Call `run`, a part of the step, unless one has failed; keep its error for `end`.
@@ -167,17 +173,17 @@ class Backward:
 
         Within weight blocks when the outermost one ends: the error may leave out the steps of all of their modules.
         """
-        if self._together is not None and self._ending() is None and self in self._together.awaited:
-            self._together.fail(error)
+        together = self._broken_off
+        if together is not None and self in together.awaited:
+            together.fail(error)
         else:
-            LEFT_OUT.errors[self] = error
-            if not LEFT_OUT.blocks:
-                LEFT_OUT.end()
+            with LEFT_OUT.block():
+                LEFT_OUT.errors[self] = error
 
     def require_idle(self) -> None:
         """Fail a step whose backward did not finish, as the next forward shows."""
         LEFT_OUT.end()
-        if self.step is not None or (self._together is not None and self._ending() is None):
+        if self.step is not None or self._broken_off is not None:
             self.fail_all(RuntimeError(UNFINISHED))
         self._together = self.failure = None
 
@@ -265,13 +271,23 @@ class _LeftOut(threading.local):
     """The steps that errors have left out, in this thread, and that have not ended on other ranks yet.
 
     Attributes:
-        blocks: The number of weight blocks that the thread is in.
         errors: The errors, by what they have left out.
     """
 
     def __init__(self) -> None:
-        self.blocks = 0
+        self._blocks = 0
         self.errors: dict[Backward, BaseException] = {}
+
+    @contextmanager
+    def block(self) -> Generator[None]:
+        """End the steps that are left out in the block, and in those around it, when the outermost one ends."""
+        self._blocks += 1
+        try:
+            yield
+        finally:
+            self._blocks -= 1
+            if not self._blocks:
+                self.end()
 
     def end(self) -> None:
         """End all of these steps, on all ranks, in whatever order the other ranks run them."""
@@ -286,6 +302,16 @@ LEFT_OUT = _LeftOut()
 
 
 # Hooks of parameters, which keep nothing alive, and what autograd knows of the running backward.
+
+
+def require_synchronized(owner: str, named: Iterable[tuple[str, Tensor]], known: Set[Tensor], fix: str) -> None:
+    """Raise a RuntimeError if parameters require a gradient that are not `known`: those that did at the set-up."""
+    new = [name for name, parameter in named if parameter.requires_grad and parameter not in known]
+    if new:
+        raise RuntimeError(
+            f"{owner}: {', '.join(new)} did not require a gradient when it was called, or came later, so ranks would "
+            f"train apart there; {fix}"
+        )
 
 
 def asked_for(parameters: Mapping[str, nn.Parameter]) -> set[str] | None:

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward, WeakHook
-from fnddp.adapters.handle import PipelineHandle, not_synchronized
+from fnddp.adapters.backward import Backward, WeakHook, require_synchronized
+from fnddp.adapters.handle import PipelineHandle
 from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
@@ -144,10 +144,9 @@ class Handle(PipelineHandle):
         """Make DDP's `buckets` the leaves of later steps, if all in them is known: that is one operation for each."""
         if all(each.is_plain and self._names.keys() >= {*each.parameters} for each in buckets):
             leaves = {self._name_of(bucket): bucket.buffer for bucket in reversed(buckets)}  # expected last to first
-            before, self._engine = self._engine, self._engine_of(self.sync, leaves)
-            self._engine.count_on_from(before)
-            self._backward.engine = self._engine
-            self._engine.connect()
+            engine = self._engine_of(self.sync, leaves)
+            engine.count_on_from(self._engine)
+            self._use(engine)
             self._layout = [bucket.parameters for bucket in buckets]
 
     @property
@@ -169,10 +168,8 @@ class Handle(PipelineHandle):
 
     def _require_known(self) -> None:
         known = {p for bucket in self._pending for p in bucket.parameters} & self._names.keys()
-        trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-        new = [name for name, p in trained.items() if name not in self._ignored and p not in known]
-        if new:
-            raise not_synchronized("register", new, "wrap the module and register the pipeline again")
+        named = [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
+        require_synchronized("register", named, known, "wrap the module and register the pipeline again")
 
 
 def _computes_by_element(sync: Sync) -> bool:
@@ -294,8 +291,7 @@ def register(
 
     agree(set_up, group)
     (handle,) = handles
-    handle._is_measured = handle._compares = sync == AUTO  # pyright: ignore[reportPrivateUsage]
-    handle._engine.connect()  # pyright: ignore[reportPrivateUsage]
+    handle._connect(is_measured=sync == AUTO)  # pyright: ignore[reportPrivateUsage]
     model.register_comm_hook(handle, fnddp_hook)
     model.register_forward_pre_hook(handle._before_forward)  # pyright: ignore[reportPrivateUsage]
     return handle

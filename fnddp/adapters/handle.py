@@ -46,14 +46,6 @@ def warn_without_memory(sync: Sync) -> None:
         )
 
 
-def not_synchronized(owner: str, names: Iterable[str], fix: str) -> RuntimeError:
-    """Return the error about parameters that require gradients, and did not, or were not there, at the set-up."""
-    return RuntimeError(
-        f"{owner}: {', '.join(names)} did not require a gradient when it was called, or came later, so ranks would "
-        f"train apart there; {fix}"
-    )
-
-
 class HasPipeline:
     """A pipeline that synchronizes the gradients of a model, with its state."""
 
@@ -158,10 +150,18 @@ class PipelineHandle(HasPipeline):
         steps = self._engine.steps
         return f"<{type(self).__name__} of {self.sync}, after {steps} step{'s' * (steps != 1)}>"
 
-    def _adopt(self, sync: Sync) -> None:
-        self._engine, self._compares = self._engine_of(sync.over(self._group, unnamed_only=True)), True
-        self._backward.engine = self._engine
+    def _connect(self, *, is_measured: bool) -> None:
+        """Get ready for the first step, when all ranks have agreed on the pipeline, which "auto" may have chosen."""
+        self._is_measured = self._compares = is_measured
         self._engine.connect()
+
+    def _adopt(self, sync: Sync) -> None:
+        self._use(self._engine_of(sync.over(self._group, unnamed_only=True)))
+        self._compares = True
+
+    def _use(self, engine: Engine) -> None:
+        self._engine = self._backward.engine = engine
+        engine.connect()
 
 
 class Writer(Protocol):

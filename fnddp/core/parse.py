@@ -101,7 +101,7 @@ class _Reader:
             raise self.problem(node, "** is not allowed")
         arguments = [self.read(argument, depth + 1) for argument in node.args]
         keywords = {str(keyword.arg): self.read(keyword.value, depth + 1) for keyword in node.keywords}
-        make: Any = entry  # `two_shot(server_memory=True)`: a carrier with other options
+        make: Any = type(entry) if isinstance(entry, Sync) else entry  # of a carrier: `two_shot(server_memory=True)`
         try:
             _require_options(name, make, keywords)
             return make(*arguments, **keywords)
@@ -133,7 +133,7 @@ class _Reader:
 
 
 def _require_options(name: str, make: Any, given: Iterable[str]) -> None:
-    known = inspect.signature(type(make) if isinstance(make, Sync) else make).parameters
+    known = inspect.signature(make).parameters
     unknown = [option for option in given if option not in known]
     if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         hint = did_you_mean(unknown[0], known) or f"; it has {', '.join(known)}"

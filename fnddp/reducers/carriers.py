@@ -1,6 +1,5 @@
 """Carriers: they move payloads that need not add, and add up what they decode to."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -66,10 +65,10 @@ class TwoShotState(NamedTuple):
 class two_shot_mean(Carrier):
     """Run an all_to_all, sums in float32 or wider in rank order, and an all_gather of the means.
 
-    `two_shot` is the ready-made `two_shot_mean()`; `two_shot(server_memory=True)` is one with options. Payloads are
-    encoded once for each hop, and a rank sends about two whatever the number of ranks, like a ring; but sums are in
-    float32, also those of `fp16(two_shot)`, so the error does not grow with the ranks. A codec has a row for each
-    rank's chunk, padded to equal length.
+    `two_shot` is the ready-made `two_shot_mean()`, and `two_shot(server_memory=True)`, as text and in Python, is
+    `two_shot_mean(server_memory=True)`. Payloads are encoded once for each hop, and a rank sends about two whatever the
+    number of ranks, like a ring; but sums are in float32, also those of `fp16(two_shot)`, so the error does not grow
+    with the ranks. A codec has a row for each rank's chunk, padded to equal length.
 
     The owner of a chunk counts the losses of its second hop n times in its `sent`, since a mean divides by n, so error
     feedback outside makes up for both hops. The wrong choice for many leaves of few elements a rank, whose rows are
@@ -100,8 +99,9 @@ class two_shot_mean(Carrier):
         return not self.server_memory
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Synchronize gradients; or, with options alone, construct another one: text and Python are written alike."""
         is_exchange = arguments or "grads" in options
-        return super().__call__(*arguments, **options) if is_exchange else replace(self, **options)
+        return super().__call__(*arguments, **options) if is_exchange else two_shot_mean(**options)
 
     def init(self, grads: Tree) -> State:
         if not self.server_memory:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fnddp.adapters.handle import not_synchronized
+from fnddp.adapters.backward import require_synchronized
 from fnddp.ir.program import LeafSpec
 from fnddp.torch_private import buffers_in, grad_dtype, modules_in, parameters_in
 
@@ -74,18 +74,14 @@ class Slots:
 
     def require_known(self, module: nn.Module) -> None:
         """Raise a RuntimeError if a frozen parameter is not frozen any more, or there are new parameters."""
-        thawed = [n for n, held, key in self._frozen_places if (t := held.get(key)) is not None and t.requires_grad]
-        if thawed:
-            raise not_synchronized(OWNER, thawed, "wrap the module again")
+        frozen = [(name, t) for name, held, key in self._frozen_places if (t := held.get(key)) is not None]
+        require_synchronized(OWNER, frozen, frozenset(), "wrap the module again")
         has_same_parts = module is self._module and all(held == before for held, before in self._parts)
         if has_same_parts and all(len(held) == size for held, size in self._sizes):
             return
         of = self._trained
-        known = {id(parameter) for parameter in [*of.parameters.values(), *of.frozen.values()]}
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
-        new = [name for name, _ in named if name not in of.parameters and name not in of.others]
-        if new:
-            raise not_synchronized(OWNER, new, "wrap the module again")
+        named = [(n, p) for n, p in module.named_parameters() if n not in of.parameters and n not in of.others]
+        require_synchronized(OWNER, named, {*of.parameters.values(), *of.frozen.values()}, "wrap the module again")
         self._look_up(module)
 
     def _look_up(self, module: nn.Module) -> None:

@@ -7,7 +7,7 @@ gradient of each parameter is taken in one of two ways: from `parameter.grad`, o
 
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -26,7 +26,7 @@ from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
 from fnddp.run.engine import Engine
 from fnddp.run.program import UnexpectedGradient
-from fnddp.run.step import Synchronized
+from fnddp.run.step import Step, Synchronized
 from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import current_backward, optimizers_in_backward
 from fnddp.wire.groups import Membership
@@ -358,19 +358,15 @@ class Steps:
             )
 
     def _feed(self, name: str, grad: Tensor, *, keep: bool) -> None:
-        step = self.engine.step
-        assert step is not None
-        try:
-            step.feed(name, grad, keep=keep)
-        except UnexpectedGradient as error:
-            raise self._named(error) from None
-        self.log.note_sending(step)
+        self._go_on(lambda step: step.feed(name, grad, keep=keep))
 
     def _advance(self) -> None:
-        step = self.engine.step
-        if step is not None:
+        self._go_on(Step.advance)
+
+    def _go_on(self, run: Callable[[Step], None]) -> None:
+        if (step := self.engine.step) is not None:
             try:
-                step.advance()
+                run(step)
             except UnexpectedGradient as error:
                 raise self._named(error) from None
             self.log.note_sending(step)

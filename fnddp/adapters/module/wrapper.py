@@ -277,24 +277,21 @@ class DistributedDataParallel(TorchNames):
         self._require_weighted_parts(count)
         steps.weight, steps.may_step, begun = Weight.of(count), False, self._engine.begun
         is_for_steps = torch.is_grad_enabled()  # and not for a forward alone
-        LEFT_OUT.blocks += 1
-        try:
-            yield
-            if is_for_steps and self._engine.begun == begun and not steps.may_step:
-                raise RuntimeError(
-                    f"{OWNER}: the weight {steps.weight.text} was given for nothing: no backward that synchronizes "
-                    "began in its block, nor did the forward of one run there. A weight is for a whole step, with all "
-                    "that no_sync has accumulated: put the last backward into the block"
-                )
-        except BaseException as error:
-            if is_for_steps and self._engine.begun == begun:
-                steps.backward.fail_next(error)
-            raise
-        finally:
-            steps.weight = None
-            LEFT_OUT.blocks -= 1
-            if not LEFT_OUT.blocks:
-                LEFT_OUT.end()
+        with LEFT_OUT.block():
+            try:
+                yield
+                if is_for_steps and self._engine.begun == begun and not steps.may_step:
+                    raise RuntimeError(
+                        f"{OWNER}: the weight {steps.weight.text} was given for nothing: no backward that synchronizes "
+                        "began in its block, nor did the forward of one run there. A weight is for a whole step, with "
+                        "all that no_sync has accumulated: put the last backward into the block"
+                    )
+            except BaseException as error:
+                if is_for_steps and self._engine.begun == begun:
+                    steps.backward.fail_next(error)
+                raise
+            finally:
+                steps.weight = None
 
     def _require_weighted_parts(self, count: float) -> None:
         """Raise a RuntimeError, on all ranks, if a wrapped part's steps would not have the weight of the module's."""
@@ -304,12 +301,9 @@ class DistributedDataParallel(TorchNames):
                 f"{OWNER}: the weight {Weight.of(count).text} is that of the module alone, and parts of it are wrapped "
                 "themselves; give each its weight first: with model.module.part.weight(n), model.weight(n): ..."
             )
-            LEFT_OUT.blocks += 1  # so that they end together, whatever their order on other ranks
-            for each in (self, *parts):
-                each._steps.backward.fail_next(error)
-            LEFT_OUT.blocks -= 1
-            if not LEFT_OUT.blocks:
-                LEFT_OUT.end()
+            with LEFT_OUT.block():  # so that they end together, whatever their order on other ranks
+                for each in (self, *parts):
+                    each._steps.backward.fail_next(error)
             raise error
 
     def state_dict(self, *args: Any, sync_state: bool = False, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward, WeakHook
+from fnddp.adapters.backward import Backward, WeakHook, require_synchronized
 from fnddp.adapters.checkpoint import Checkpoint
-from fnddp.adapters.handle import PipelineHandle, not_synchronized
+from fnddp.adapters.handle import PipelineHandle
 from fnddp.core.agreement import agree_over, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
@@ -103,9 +103,8 @@ class Replicas(PipelineHandle):
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or torch_private.is_within_backward():  # evaluation; activation checkpointing
             return
-        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if thawed:
-            raise not_synchronized("compress_replicas", thawed, "unfreeze parameters before compress_replicas")
+        fix = "unfreeze parameters before compress_replicas"
+        require_synchronized("compress_replicas", self._frozen.items(), frozenset(), fix)
         self._backward.require_idle()
         if self._compares:
             self._require_one_choice(_groups(self._shards))
@@ -174,7 +173,11 @@ class Replicas(PipelineHandle):
             self._backward.attempt(lambda: self._put(name))
 
     def _put(self, name: str) -> None:
-        self._start()  # if backward did not begin at the model's outputs
+        try:
+            self._start()  # if backward did not begin at the model's outputs
+        except Exception:
+            self._ends.add(lambda: self._end(None))  # which raises this error: until then it is kept
+            raise
         grad = self._parameters[name].grad
         assert isinstance(grad, DTensor)
         if grad is self._means.get(name):
@@ -296,8 +299,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     shards = [each.shards for _, groups in torch_private.fsdp_groups(model).values() for each in groups]
     agree_over(set_up, [group], dict.fromkeys(group_name(each) for each in shards if each is not None))
     (replicas,) = made
-    replicas._is_measured = replicas._compares = sync == AUTO  # pyright: ignore[reportPrivateUsage]
-    replicas._engine.connect()  # pyright: ignore[reportPrivateUsage]
+    replicas._connect(is_measured=sync == AUTO)  # pyright: ignore[reportPrivateUsage]
     control.broadcast([p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor)], group)
     for name, parameter in replicas._parameters.items():  # pyright: ignore[reportPrivateUsage]
         parameter.register_post_accumulate_grad_hook(WeakHook(replicas, Replicas._feed, name))  # pyright: ignore[reportPrivateUsage]

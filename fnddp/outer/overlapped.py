@@ -1,0 +1,100 @@
+"""Exchanges of outer steps that run in the background, each with a `Backward` of its own."""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from fnddp.adapters.backward import Backward
+from fnddp.core.sync import State, Sync
+from fnddp.core.tree import Leaves
+from fnddp.outer.contract import Exchanges
+from fnddp.plan.draft import Donation
+from fnddp.run.engine import Engine, Engines
+from fnddp.run.vote import StepFailedError
+from fnddp.wire.protocol import Wire
+from fnddp.wire.weights import Weight
+
+
+class Overlapped(Exchanges):
+    """Exchanges over any wire: lowered, run in the background between calls, and ended on all ranks alike.
+
+    An error on one rank, or in its `check` as an exchange begins, ends the exchange on all ranks: that rank raises the
+    error, the others `StepFailedError`. Parameters and state are then unchanged, and the next call exchanges again.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        check: Callable[[], None],
+        other_groups: Collection[str | None] = (),
+        weight: Callable[[str], float | Weight | None] = lambda name: None,
+    ) -> None:
+        self._wire, self._check, self._other_groups, self._weight = wire, check, other_groups, weight
+        self._engines: dict[tuple[str, Sync], Engines] = {}
+        self._open: dict[str, _Open] = {}
+
+    @property
+    def under_way(self) -> tuple[str, ...]:
+        return tuple(self._open)
+
+    def require_noticed(self) -> None:
+        """Raise a CollectiveError if another rank has failed in an exchange for whose outcome the host did not wait."""
+        for engine in self._last_engines():
+            engine.require_noticed()
+
+    def _last_engines(self) -> list[Engine]:
+        return [engines.last for engines in self._engines.values() if engines.last is not None]
+
+    def poll(self) -> None:
+        """Advance open exchanges without waiting. Errors are raised where they end."""
+        for each in self._open.values():
+            if each.backward.step is not None:
+                each.backward.attempt(each.backward.step.advance)
+
+    def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
+        """Start an exchange; if it fails, `end` raises the error, as on the other ranks."""
+        self.discard([name])
+        if (name, sync) not in self._engines:
+            self._engines[name, sync] = Engines(
+                sync, donation=Donation(), learns_order=False, wire=self._wire, other_groups=self._other_groups
+            )
+        engine = self._engines[name, sync].of(leaves, state)
+        for other in self._last_engines():
+            engine.follow(other)
+        backward = Backward(engine)
+        step = backward.begin(state=state, weight=self._weight(name))
+        self._open[name] = _Open(backward, leaves)
+        backward.attempt(self._check)
+        backward.attempt(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))
+
+    def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
+        """Finish the exchange `name`; run a whole exchange if none of that name, or of other leaves, is open."""
+        if name not in self._open or self._open[name].leaves is not leaves:
+            self.begin(name, sync, leaves, state)
+        return self._open.pop(name).end()
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Finish those of the exchanges `names` that are open, on all ranks, and drop their results."""
+        for name in names:
+            found = self._open.pop(name, None)
+            if found is not None:
+                failure = found.backward.failure
+                try:
+                    found.end()
+                except Exception as error:
+                    if error is not failure and not isinstance(error, StepFailedError):
+                        raise
+
+
+@dataclass
+class _Open:
+    """An exchange under way. If it fails on this rank, the other ranks are notified where it ends.
+
+    They wait for it there. Until then this rank must take its local steps, which are collectives of a sharded worker.
+    """
+
+    backward: Backward
+    leaves: Leaves
+
+    def end(self) -> tuple[Leaves, State]:
+        done = self.backward.end()
+        return {path: done.mean[path] for path in self.leaves}, self.backward.engine.release_state()
