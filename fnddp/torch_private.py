@@ -530,7 +530,7 @@ def between_step_hooks(
     for hook in [*before.values()]:
         changed = hook(optimizer, (optimizer, *args), kwargs)
         if changed is not None:
-            (_, *args), kwargs = changed
+            args, kwargs = changed[0][1:], changed[1]
     owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks = {}, {}
     try:
         done = run(*args, **kwargs)

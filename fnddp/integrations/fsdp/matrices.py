@@ -411,10 +411,10 @@ def own_matrices(
     meshes = [mesh.get_group(dim) for mesh in [p.device_mesh for p in shards[:1]] for dim in range(mesh.ndim)]
     groups = [group_name(each) for each in meshes] or [None]
     agree_over(set_up, groups)
-    parameters, group, *read = made[-1]
+    parameters, group, first, second = made[-1]
     if bucket_cap_mb is None:
         bucket_cap_mb = 25.0 if type(optimizer) is torch.optim.Muon else math.inf
-    return Matrices(model, optimizer, parameters, group, groups, *read, bucket_cap_mb * 2**20)
+    return Matrices(model, optimizer, parameters, group, groups, first, second, bucket_cap_mb * 2**20)
 
 
 def _state_of(name: str, p: DTensor, optimizer: torch.optim.Optimizer) -> str:
