@@ -21,7 +21,7 @@ from fnddp.core.agreement import agree
 from fnddp.core.codec import Codec
 from fnddp.core.group import Group, group_name
 from fnddp.core.parse import pipeline_of
-from fnddp.core.state import describe, load_state_dict
+from fnddp.core.state import describe, load_state_dict, on_cpu
 from fnddp.core.state import state_dict as of_state
 from fnddp.core.sync import State, Sync, all_in
 from fnddp.core.tree import Leaves
@@ -488,7 +488,7 @@ class OwnerDataParallel(DistributedDataParallel):
         for each in self._sharded:
             for name, p in each.own.items():
                 state = dict(each.optimizer.state.get(p, {}))
-                mine[name] = _on_cpu(state), _on_cpu({"": p} if each.is_apart else {})
+                mine[name] = on_cpu(state), on_cpu({"": p} if each.is_apart else {})
         everyone = control.all_gather_object(mine, self._group)
         state: dict[str, Any] = {}
         weights: dict[str, Any] = {}
@@ -559,7 +559,7 @@ class OwnerDataParallel(DistributedDataParallel):
         for each in self._sharded:
             for names, group in zip(self._names(each), each.optimizer.param_groups, strict=True):
                 options = {k: v for k, v in group.items() if k != "params"}
-                groups.append({**_on_cpu(options), "params": names})
+                groups.append({**on_cpu(options), "params": names})
         return groups
 
     def _joined(self, owners: Owners, name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -649,12 +649,6 @@ class OptimizerCheckpoint:
 
 def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in state.items()
-    }
 
 
 def own(

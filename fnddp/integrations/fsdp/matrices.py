@@ -18,7 +18,7 @@ from fnddp.core.agreement import agree_over
 from fnddp.core.codec import Encoded, Key, Layer, Layers, Payload, batches_of, encode
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
-from fnddp.core.state import describe
+from fnddp.core.state import describe, on_cpu
 from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
 from fnddp.integrations.fsdp.unit import layers_of, require_codecs
@@ -325,7 +325,7 @@ class Matrices:
         mine: dict[str, Any] = {}
         for name, own in self._own.items():
             state = self.optimizer.state.get(self._parameters[name], {})
-            mine[name] = {"state": _on_cpu(state), "weights": _on_cpu({"": own})[""] if self._weights else None}
+            mine[name] = {"state": on_cpu(state), "weights": on_cpu({"": own})[""] if self._weights else None}
         everyone = {name: of for held in control.all_gather_object(mine, self._group) for name, of in held.items()}
         name_of = {id(p): name for name, p in self._parameters.items()}
         groups: list[dict[str, Any]] = []
@@ -457,7 +457,3 @@ def _matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[
     if len(groups) > 1:
         raise TypeError("own_matrices: matrices are sharded over several meshes; give those of each another optimizer")
     return found, next(iter(groups)) or None
-
-
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for key, v in state.items()}
