@@ -518,6 +518,29 @@ def take_over_optimizers_in_backward(parameters: Iterable[Tensor]) -> None:
             handle.remove()
 
 
+def between_step_hooks(
+    optimizer: torch.optim.Optimizer, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return `run(*args, **kwargs)`, called between the hooks of the optimizer's step, which do not run within it.
+
+    Hooks for all optimizers do, in each step that it calls.
+    """
+    owner: Any = optimizer
+    before, after = owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks
+    for hook in [*before.values()]:
+        changed = hook(optimizer, (optimizer, *args), kwargs)
+        if changed is not None:
+            args, kwargs = changed[0][1:], changed[1]
+    owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks = {}, {}
+    try:
+        done = run(*args, **kwargs)
+    finally:
+        owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks = before, after
+    for hook in [*after.values()]:
+        hook(optimizer, (optimizer, *args), kwargs)
+    return done
+
+
 # torch's DistributedDataParallel, whose names tools call and whose marks they leave.
 
 BufferCommHookLocation = ddp._BufferCommHookLocation  # when a hook for buffers runs

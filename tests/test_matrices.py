@@ -1,5 +1,6 @@
 """Muon on FSDP2's shards: the weights of torch's Muon on whole matrices, on shards of any number, and of HSDP."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch.distributed.fsdp import fully_shard
 
 import fnddp
 from fnddp import StepFailedError
+from fnddp.core import collectives
 from fnddp.integrations.fsdp import Matrices, own_matrices
 from tests.ranks import on_ranks
 from tests.sharded import meshes
 
+APART = 1e-5  # MiB: each owner's matrices travel in messages of their own
 FEW_BITS = "quantize(allgather, bits=4)", "ef21(quantize(allgather, bits=4))"
 
 
@@ -34,16 +37,23 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 class Sharded:
-    def __init__(self, *hops: str, shape: tuple[int, ...] = (), wraps: bool = True) -> None:
+    def __init__(
+        self,
+        *hops: str,
+        shape: tuple[int, ...] = (),
+        wraps: bool = True,
+        muon: Callable[[nn.Module], Any] = muon_of,
+        **options: Any,
+    ) -> None:
         mesh = meshes(*(shape or (dist.get_world_size(),)), names="replicate shard" if len(shape) > 1 else "shard")
         self.net: Any = net()
         for part in self.net:
             if isinstance(part, nn.Linear):
                 fully_shard(part, mesh=mesh)
         fully_shard(self.net, mesh=mesh)
-        self.muon = muon_of(self.net)
+        self.muon = muon(self.net)
         if wraps:
-            self.matrices: Matrices = own_matrices(self.net, self.muon, *hops)
+            self.matrices: Matrices = own_matrices(self.net, self.muon, *hops, **options)
 
     def backward(self, rank: int, step: int) -> None:
         (self.net(batch(rank, step)) - 1).square().mean().backward()
@@ -67,12 +77,13 @@ def reference(rank: int, steps: int) -> list[Tensor]:
     return list(model.parameters())
 
 
+@pytest.mark.parametrize("cap", [None, APART], ids=["one message", "a message each"])
 @pytest.mark.parametrize("shape", [(), (2, 2)], ids=["shards", "HSDP"])
 @on_ranks(2, 3, 4)
-def test_weights_are_those_of_muon_on_whole_matrices(rank: int, shape: tuple[int, ...]):
+def test_weights_are_those_of_muon_on_whole_matrices(rank: int, shape: tuple[int, ...], cap: float | None):
     if shape and dist.get_world_size() != 4:
         return
-    sharded = Sharded(shape=shape)
+    sharded = Sharded(shape=shape, bucket_cap_mb=cap)
     for step in range(4):
         sharded.step(rank, step)
     for got, want in zip(sharded.weights(), reference(rank, 4), strict=True):
@@ -85,9 +96,12 @@ def test_weights_are_those_of_muon_on_whole_matrices(rank: int, shape: tuple[int
 
 @on_ranks(2)
 def test_few_bits_both_ways_and_a_checkpoint(rank: int):
-    sharded = Sharded(*FEW_BITS)
+    sharded, apart = Sharded(*FEW_BITS), Sharded(*FEW_BITS, bucket_cap_mb=APART)
     for step in range(3):
         sharded.step(rank, step)
+        apart.step(rank, step)
+    for got, want in zip(apart.weights(), sharded.weights(), strict=True):
+        assert torch.equal(got, want)
     saved = sharded.net.state_dict(), sharded.matrices.optimizer_state_dict()
     again = Sharded(*FEW_BITS)
     again.net.load_state_dict({name: p.clone() for name, p in saved[0].items()})
@@ -150,21 +164,102 @@ def test_random_numbers_of_a_run_that_is_resumed_go_on(rank: int):
         assert torch.equal(got, want)
 
 
+class Noted(torch.optim.Muon):
+    """Notes in `events` which matrices it computes, and fails at one of `fails_at` elements."""
+
+    def __init__(self, model: nn.Module, events: list[Any], fails_at: int = 0) -> None:
+        super().__init__([p for p in model.parameters() if p.ndim == 2], lr=0.02)
+        self.events, self.fails_at = events, fails_at
+
+    def step(self, closure: Any = None) -> Any:
+        sizes = [p.numel() for group in self.param_groups for p in group["params"]]
+        self.events.append(sizes)
+        if self.fails_at in sizes:
+            raise ZeroDivisionError("of a matrix")
+        return super().step(closure)
+
+
 @on_ranks(2)
-def test_an_error_of_an_owner_is_one_on_all_ranks(rank: int):
-    sharded = Sharded()
+def test_messages_of_other_matrices_are_under_way_while_one_is_computed(rank: int):
+    """Order, not time: those of the next matrices have begun, and none of it or of the last one is awaited before."""
+    events: list[Any] = []
+    start, count = collectives.start_all_to_all, 0
+
+    def noted(*args: Any) -> Any:
+        nonlocal count
+        wait, number, count = start(*args), count, count + 1
+        events.append(f"start {number}")
+        return lambda: (events.append(f"wait {number}"), wait())[1]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)])  # three matrices each
+    mesh = meshes(2, names="shard")
+    fully_shard(model, mesh=mesh)
+    muon = Noted(model, events)
+    own_matrices(model, muon, bucket_cap_mb=APART)
+    model(torch.ones(4, 8)).square().mean().backward()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(collectives, "start_all_to_all", noted)
+        muon.step()
+    computed = [64]
+    to_owners, back = ("start 0", "start 1", "start 3"), ("start 2", "start 4", "start 5")
+    assert events == [
+        *(to_owners[0], to_owners[1], "wait 0", computed, back[0]),
+        *(to_owners[2], "wait 1", computed, "wait 2", back[1]),
+        *("wait 3", computed, "wait 4", back[2], "wait 5"),
+    ]
+
+
+@pytest.mark.parametrize("fails_at", [9 * 13, 13 * 21, 21 * 7], ids=["first", "second", "third"])
+@on_ranks(2)
+def test_an_error_of_an_owner_is_one_on_all_ranks(rank: int, fails_at: int):
+    sharded = Sharded(muon=lambda model: Noted(model, []), bucket_cap_mb=APART)
     sharded.step(rank, 0)
     before = sharded.weights()
     sharded.backward(rank, 1)
     with pytest.raises((TypeError, StepFailedError), match="closure|nothing has changed"):
         sharded.muon.step((lambda: torch.ones(())) if rank else None) if rank else sharded.muon.step()
-    if rank == 1:
-        sharded.muon.register_step_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises((ZeroDivisionError, StepFailedError), match="division|restart from a checkpoint"):
+    hook = sharded.muon.register_step_pre_hook(lambda *_: 1 / 0 if rank else None)
+    with pytest.raises((ZeroDivisionError, StepFailedError), match="division|nothing has changed"):
+        sharded.muon.step()
+    hook.remove()
+    sharded.muon.fails_at = fails_at
+    with pytest.raises((ZeroDivisionError, StepFailedError), match="of a matrix|restart from a checkpoint"):
         sharded.muon.step()
     with pytest.raises(RuntimeError, match="an earlier step failed"):
         sharded.muon.step()
     assert all(torch.equal(got, want) for got, want in zip(sharded.weights(), before, strict=True))
+    assert all(p.grad is not None for p in sharded.muon.param_groups[0]["params"])  # shards again
+
+
+@on_ranks(2)
+def test_hooks_of_a_step_see_shards_before_and_behind_it(rank: int):
+    """Such as an average of weights: once in a step, however many messages."""
+    sharded = Sharded(bucket_cap_mb=APART)
+    seen: list[Any] = []
+    sharded.muon.register_step_pre_hook(lambda *_: seen.append([p.full_tensor() for p in sharded.net.parameters()]))
+    sharded.muon.register_step_post_hook(lambda *_: seen.append([p.full_tensor() for p in sharded.net.parameters()]))
+    before = sharded.weights()
+    sharded.step(rank, 0)
+    assert len(seen) == 2
+    for got, want in zip(seen, (before, sharded.weights()), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+@on_ranks(2)
+def test_gradients_that_a_rank_lacks_are_an_error_on_all_ranks(rank: int):
+    sharded = Sharded()
+    sharded.step(rank, 0)
+    sharded.backward(rank, 1)
+    grad = sharded.net[0].weight.grad
+    if rank == 1:
+        sharded.net[0].weight.grad = None
+    with pytest.raises(RuntimeError, match="do not have gradients of the same matrices"):
+        sharded.muon.step()
+    sharded.net[0].weight.grad = grad
+    sharded.muon.step()
+    for got, want in zip(sharded.weights(), reference(rank, 2), strict=True):
+        assert torch.equal(got, want)
 
 
 @on_ranks(2)

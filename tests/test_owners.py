@@ -325,8 +325,60 @@ def test_an_error_in_the_step_of_an_owner_is_one_on_all_ranks(rank: int):
     for name in theirs:
         if owned.model.owners.owner(name) is not None:
             assert torch.equal(owned.net.get_parameter(name), before[name])
-    with pytest.raises(RuntimeError, match="restart from a checkpoint"):
+    with pytest.raises(RuntimeError, match="restart from a checkpoint") as raised:
         owned.model(batch(rank, 2))
+    assert "clear them and go on" not in str(raised.value)  # which would say the opposite
+
+
+@on_ranks(2)
+def test_hooks_behind_a_step_see_the_weights_of_all_owners(rank: int):
+    """Such as an average of weights. An error of one is that of its rank: the step is over."""
+    owned, seen = Owned(EXACT), list[dict[str, Tensor]]()
+    muon, adamw = owned.optimizers
+    adamw.register_step_post_hook(lambda *_: seen.append(weights(owned.net)))
+    owned.step(rank, 0)
+    assert bits(seen[0]) == bits(weights(owned.net))
+    loss_of(owned.model(batch(rank, 1))).backward()
+    if rank == 1:
+        muon.register_step_post_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            muon.step()
+    else:
+        muon.step()
+    adamw.step()
+    require_same_on_ranks(owned.net)
+
+
+@on_ranks(2)
+def test_sparse_gradients_go_to_optimizers_that_need_them(rank: int):
+    torch.manual_seed(0)
+    model = nn.Embedding(40, 3, sparse=True)
+    reference = copy.deepcopy(model)
+    adam, other = (torch.optim.SparseAdam(each.parameters(), lr=0.1) for each in (model, reference))
+    wrapped, every = fnddp.own(model, adam), fnddp.DistributedDataParallel(reference, sync="two_shot")
+    for step in range(3):
+        for each, optimizer in ((wrapped, adam), (every, other)):
+            each(torch.arange(3) + rank + step).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    require_equal(model, reference)
+
+
+@on_ranks(2)
+def test_gradients_that_only_the_module_has_cleared_are_a_warning(rank: int):
+    owned = Owned(EXACT)
+    adamw = owned.optimizers[1]
+    for step in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss_of(owned.model(batch(rank, 10 + step))).backward()  # adds up, before any step
+            owned.step(rank, step)
+    loss_of(owned.model(batch(rank, 2))).backward()
+    adamw.step()
+    owned.net.zero_grad()
+    loss_of(owned.model(batch(rank, 3))).backward()
+    with pytest.warns(UserWarning, match="zero_grad of the module"):
+        adamw.step()
 
 
 @on_ranks(2)
@@ -398,7 +450,7 @@ def test_what_owners_cannot_do_is_refused_on_all_ranks(rank: int, case: str, err
 def test_models_and_optimizers_that_do_not_fit_are_refused_on_all_ranks(rank: int):
     other, model = nn.Linear(2, 2), net()
     muon, adamw = optimizers(model)
-    bad: list[tuple[Any, Any, dict[str, str], type[Exception], str]] = [
+    bad: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
         (TorchDDP(model), [muon, adamw], {}, TypeError, "reduce twice"),
         (fnddp.DistributedDataParallel(net()), [adamw], {}, TypeError, "reduce twice"),
         (model, adamw, {}, ValueError, "'layers.0.weight' is in no optimizer"),
@@ -411,13 +463,14 @@ def test_models_and_optimizers_that_do_not_fit_are_refused_on_all_ranks(rank: in
         (model, [muon, adamw], {"gradients": "auto"}, TypeError, "choose one yourself"),
         (model, [muon, adamw], {"weights": "quantize(two_shot)"}, TypeError, "give allgather"),
         (model, [muon, adamw], {"weights": "ef21(allgather)"}, TypeError, "differences"),
+        (model, [muon, adamw], {"cost": lambda *_: float("nan")}, ValueError, "'layers.0.weight' is nan"),
     ]
     for wrong, of, hops, error, text in bad:
         with pytest.raises(error, match=text):
             fnddp.own(wrong, of, **hops)
-    rate = torch.optim.AdamW(other.parameters(), weight_decay=rank)
-    with pytest.raises(fnddp.RankMismatchError, match="AdamW.*rank 0.*rank 1"):
-        fnddp.own(other, rate)
+    for options in ({"weight_decay": rank}, {"lr": 0.1 + rank}):
+        with pytest.raises(fnddp.RankMismatchError, match="AdamW.*rank 0.*rank 1"):
+            fnddp.own(other, torch.optim.AdamW(other.parameters(), **options))
     order = [muon, adamw] if rank else [adamw, muon]
     with pytest.raises(fnddp.RankMismatchError, match="ranks disagree about"):
         fnddp.own(model, order)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
@@ -20,7 +21,7 @@ from fnddp.core.agreement import agree
 from fnddp.core.codec import Codec
 from fnddp.core.group import Group, group_name
 from fnddp.core.parse import pipeline_of
-from fnddp.core.state import describe, load_state_dict
+from fnddp.core.state import describe, load_state_dict, on_cpu
 from fnddp.core.state import state_dict as of_state
 from fnddp.core.sync import State, Sync, all_in
 from fnddp.core.tree import Leaves
@@ -34,7 +35,7 @@ from fnddp.run.engine import Engine, fail_next
 from fnddp.run.step import Synchronized
 from fnddp.run.vote import StepFailedError
 from fnddp.schedules.choose import partition, warmup
-from fnddp.torch_private import optimizers_in_backward
+from fnddp.torch_private import between_step_hooks, optimizers_in_backward
 from fnddp.transforms.cast import cast
 from fnddp.transforms.memory import ef21, error_feedback
 from fnddp.wire import control
@@ -123,6 +124,8 @@ class _Sharded:
         self.is_apart = not (self._is_exact and dtype in (None, *{p.dtype for p in self.parameters.values()}))
         self.own: dict[str, nn.Parameter] = {}
         self.others: dict[str, nn.Parameter] = {}
+        self.is_spent = False  # a step has used the gradients that are there
+        self.adds_to_spent = False
         self._versions: dict[str, int] = {}
         self._take(dtype)
         sync = with_halves(codecs, to_all(owners=owners)).over(group, unnamed_only=True)
@@ -176,6 +179,14 @@ class _Sharded:
         Raises:
             RuntimeError: A gradient was never synchronized, or the optimizer has new parameters.
         """
+        if self.adds_to_spent:
+            self.adds_to_spent = False
+            name = type(self.optimizer).__name__
+            warnings.warn(
+                f"own: a backward has added to gradients that {name}.step had used before, for zero_grad of the module "
+                f"does not reach them; call zero_grad of {name}, or of the wrapped model",
+                stacklevel=2,
+            )
         mine = {id(p) for p in (*self.own.values(), *self.others.values(), *self.parameters.values())}
         for each in self.optimizer.param_groups:
             for p in each["params"]:
@@ -311,6 +322,7 @@ class OwnerDataParallel(DistributedDataParallel):
         @functools.wraps(zero_grad)
         def cleared(*args: Any, **kwargs: Any) -> None:
             zero_grad(*args, **kwargs)
+            sharded.is_spent = sharded.adds_to_spent = False
             for p in sharded.parameters.values():
                 p.grad = None
 
@@ -320,7 +332,10 @@ class OwnerDataParallel(DistributedDataParallel):
     def _step(self, sharded: _Sharded, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._steps.settle()
         self._steps.require_same_world()
-        try:
+        is_over = False
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_over
             if args or kwargs.get("closure") is not None:
                 raise TypeError(
                     f"own: {type(sharded.optimizer).__name__}.step got a closure, which may evaluate the model between "
@@ -329,23 +344,31 @@ class OwnerDataParallel(DistributedDataParallel):
             sharded.check()
             with sharded.without_others():
                 done = step(*args, **kwargs)
+            is_over = sharded.is_spent = True
+            self._send(sharded)
+            return done
+
+        try:
+            return between_step_hooks(sharded.optimizer, run, args, kwargs)
         except BaseException as error:
-            fail_next({sharded.engine: error})
-            sharded.engine.fail(error)
-            self._engine.broken = error
+            if not is_over:  # the other ranks wait for what this one sends
+                fail_next({sharded.engine: error})
+                sharded.engine.fail(error)
+                self._engine.broken = error
             raise
+
+    def _send(self, sharded: _Sharded) -> None:
         try:
             sharded.send()
         except StepFailedError as error:
-            self._engine.broken = error
-            raise StepFailedError(
+            self._engine.broken = StepFailedError(
                 f"{type(sharded.optimizer).__name__}.step failed on another rank, so no rank has its weights: "
                 f"{str(error).split('. State and')[0]}. Owners have updated theirs: restart from a checkpoint"
-            ) from error
+            )
+            raise self._engine.broken from error
         except BaseException as error:
             self._engine.broken = error
             raise
-        return done
 
     def _receive(self, name: str, mean: Tensor, sparse_dims: int | None) -> None:
         """Add the mean of what this rank owns to the gradient of its own parameter."""
@@ -360,12 +383,13 @@ class OwnerDataParallel(DistributedDataParallel):
         mean = mean.to(own.dtype)
         if self._is_nonfinite is not False:  # on some rank: loss scalers of all ranks must see it
             mean = torch.where(torch.as_tensor(self._is_nonfinite, device=mean.device), math.nan, mean)
-        if sparse_dims is not None:
-            mean = mean.to_sparse(sparse_dims)
+        if sparse_dims is None and mean.stride() != own.stride():
+            mean = torch.empty_like(own).copy_(mean)
+        mean = mean if sparse_dims is None else mean.to_sparse(sparse_dims)
         if own.grad is None:
-            own.grad = mean if mean.stride() == own.stride() else torch.empty_like(own).copy_(mean)
+            own.grad, sharded.is_spent = mean, False
         else:
-            own.grad = own.grad + mean
+            own.grad, sharded.adds_to_spent = own.grad + mean, sharded.adds_to_spent or sharded.is_spent
 
     def _note_nonfinite(self, is_nonfinite: Tensor | bool) -> None:
         self._is_nonfinite, self._has_others = is_nonfinite, set()
@@ -464,7 +488,7 @@ class OwnerDataParallel(DistributedDataParallel):
         for each in self._sharded:
             for name, p in each.own.items():
                 state = dict(each.optimizer.state.get(p, {}))
-                mine[name] = _on_cpu(state), _on_cpu({"": p} if each.is_apart else {})
+                mine[name] = on_cpu(state), on_cpu({"": p} if each.is_apart else {})
         everyone = control.all_gather_object(mine, self._group)
         state: dict[str, Any] = {}
         weights: dict[str, Any] = {}
@@ -535,7 +559,7 @@ class OwnerDataParallel(DistributedDataParallel):
         for each in self._sharded:
             for names, group in zip(self._names(each), each.optimizer.param_groups, strict=True):
                 options = {k: v for k, v in group.items() if k != "params"}
-                groups.append({**_on_cpu(options), "params": names})
+                groups.append({**on_cpu(options), "params": names})
         return groups
 
     def _joined(self, owners: Owners, name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -627,12 +651,6 @@ def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in state.items()
-    }
-
-
 def own(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -685,7 +703,7 @@ def own(
         RankMismatchError: On all ranks, if they disagree about optimizers, parameters or pipelines.
         TypeError: The model is wrapped or sharded already; a pipeline has no place there; an optimizer evaluates
             closures.
-        ValueError: A parameter is in no optimizer, or in two, or is not the model's.
+        ValueError: A parameter is in no optimizer, or in two, or is not the model's; a cost is negative or not finite.
 
     Source: optimizer state by rank as in ZeRO (Rajbhandari et al., SC 2020); distributed Muon (Liu et al., "Muon is
     scalable", 2025); both hops compressed as in SDP4Bit (Jia et al., NeurIPS 2024).
@@ -714,6 +732,7 @@ def own(
         for i, (each, of) in enumerate(zip(named, optimizers, strict=True)):
             which = f"optimizer {i}, {type(of).__name__}"
             lines[which] = str([_options_of(options) for options in of.param_groups])
+            lines[f"rates of {which}"] = str([float(options["lr"]) for options in of.param_groups if "lr" in options])
             lines |= {f"{name!r} of {which}": describe(p) for name, p in each.items()}
             lines[f"owners of {which}"] = str(owners[i].whole)
         return {**lines, "dtype of owners' weights": str(master_dtype)}
@@ -832,6 +851,9 @@ def _owners(
     is_muon = "muon" in type(optimizer).__name__.lower()
     if cost is not None:
         costs = {name: float(cost(name, p)) for name, p in parameters.items()}
+        for name, each in costs.items():
+            if not 0 <= each < math.inf:
+                raise ValueError(f"own: the cost of {name!r} is {each}; return a number that is not negative")
     else:
         costs = {n: float(p.numel() * (min(p.shape) if is_muon and p.ndim == 2 else 1)) for n, p in parameters.items()}
     apart: set[str] = set()

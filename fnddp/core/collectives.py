@@ -5,7 +5,7 @@ pipeline runs on. Without a process group the world has one rank and a collectiv
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,13 @@ from torch import Tensor
 
 from fnddp.core import layout
 from fnddp.core.tree import Leaves, is_inexact
-from fnddp.torch_private import functional_collectives, is_batching, is_differentiating, reinterpreted
+from fnddp.torch_private import (
+    functional_collectives,
+    is_batching,
+    is_differentiating,
+    reinterpreted,
+    without_modes,
+)
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.counter import count_payload
@@ -87,6 +93,24 @@ def all_to_all_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) ->
     return {path: rows.reshape(leaves[path].shape) for path, rows in zip(paths, received, strict=True)}
 
 
+def start_all_to_all(leaves: Mapping[Any, Tensor], group: str | None = None) -> Callable[[], dict[Any, Tensor]]:
+    """Start an `all_to_all` of every leaf over torch.distributed; return a function that waits, and returns the rows.
+
+    For code that computes meanwhile; no plan records it. Others call it in the same order as all collectives.
+    """
+    paths = sorted(leaves)
+    for path in paths:
+        _require_rows("all_to_all", leaves[path], group)
+    wires = [layout.to_wire(leaves[path]) for path in paths]
+    wait = _started(C10D, ALL_TO_ALL, [_as_bytes(wire) for wire in wires], None, group, world_size(group))
+
+    def received() -> dict[Any, Tensor]:
+        rows = [_of_bytes(result, wire.dtype) for result, wire in zip(wait(), wires, strict=True)]
+        return {path: each.reshape(leaves[path].shape) for path, each in zip(paths, rows, strict=True)}
+
+    return received
+
+
 def reduce_scatter(tensor: Tensor, group: str | None = None) -> Tensor:
     """Return this rank's slice, `[*shape]`, of the sum over ranks of `tensor: [ranks, *shape]`."""
     return reduce_scatter_leaves({"": tensor}, group)[""]
@@ -138,7 +162,7 @@ def _exchange_bytes(kind: Kind, tensors: Sequence[Tensor], group: str | None) ->
         n = world_size(group)
         received = _exchange(kind, [_as_bytes(wire) for wire in wires], None, group)
         results = [
-            reinterpreted(result.reshape(-1), wire.dtype).reshape(kind.joined_shape(tuple(wire.shape), n))
+            _of_bytes(result, wire.dtype).reshape(kind.joined_shape(tuple(wire.shape), n))
             for result, wire in zip(received, wires, strict=True)
         ]
     return [layout.as_complex(r) if tensor.is_complex() else r for r, tensor in zip(results, tensors, strict=True)]
@@ -150,6 +174,10 @@ def _as_bytes(wire: Tensor) -> Tensor:
     flat = wire.reshape(-1).contiguous() if wire.numel() != 1 else wire.reshape(1).repeat(2)
     size = wire.numel() * wire.element_size()
     return reinterpreted(flat, torch.uint8)[:size].reshape(wire.shape[0], -1)
+
+
+def _of_bytes(result: Tensor, dtype: torch.dtype) -> Tensor:
+    return reinterpreted(result.reshape(-1), dtype)
 
 
 def _exchange(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: str | None) -> list[Tensor]:
@@ -172,7 +200,7 @@ def _exchange_nonempty(kind: Kind, payloads: list[Tensor], op: str | None, group
         moved = [(world.simulated.moved(kind, payload, op, group), tuple(payload.shape)) for payload in payloads]
         return [result.reshape(kind.joined_shape(shape, n)) for result, shape in moved]
     if world.wire is not None and not world.traced:
-        return _on_wire(world.wire, kind, payloads, op, group, n)
+        return _started(world.wire, kind, payloads, op, group, n)()
     name = group or DEFAULT_GROUP if world.traced else live_name(group)
     if not (kind.computes or world.traced):
         # torch 2.13 corrupts memory where many functional all_gathers of a gloo group are under way at once.
@@ -181,8 +209,11 @@ def _exchange_nonempty(kind: Kind, payloads: list[Tensor], op: str | None, group
     return [_wait(each) for each in issued]
 
 
-def _on_wire(wire: Wire, kind: Kind, payloads: list[Tensor], op: str | None, group: str | None, n: int) -> list[Tensor]:
-    started: list[tuple[Any, Tensor, tuple[int, ...]]] = []
+def _started(
+    wire: Wire, kind: Kind, payloads: list[Tensor], op: str | None, group: str | None, n: int
+) -> Callable[[], list[Tensor]]:
+    """Start a collective of each payload on `wire`; return a function that waits for all, and returns the results."""
+    started: list[tuple[Any, Tensor, Tensor, tuple[int, ...]]] = []
     for payload in payloads:
         count_payload(payload.numel() * payload.element_size())
         send = payload.reshape(n, -1) if kind.sends_rows else payload.reshape(-1)
@@ -190,10 +221,15 @@ def _on_wire(wire: Wire, kind: Kind, payloads: list[Tensor], op: str | None, gro
         width = send.shape[-1]
         receive = send if kind is ALL_REDUCE else send.new_empty((n, width) if kind.receives_rows else (width,))
         shape = kind.joined_shape(tuple(payload.shape), n)
-        started.append((wire.start(kind, send, receive, op, group), receive, shape))
-    for work, _, _ in started:
-        waited(work)
-    return [receive.reshape(shape) for _, receive, shape in started]
+        with without_modes():  # WireCounter's
+            started.append((wire.start(kind, send, receive, op, group), send, receive, shape))
+
+    def results() -> list[Tensor]:
+        for work, *_ in started:
+            waited(work)
+        return [receive.reshape(shape) for *_, receive, shape in started]
+
+    return results
 
 
 def refuse_differentiation() -> None:

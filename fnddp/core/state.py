@@ -141,6 +141,11 @@ def _placed(value: Any) -> str:
     return f"{describe(value)} on {value.device}" if isinstance(value, Tensor) else describe(value)
 
 
+def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dict with copies of the tensors of `values` on the CPU."""
+    return {key: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for key, v in values.items()}
+
+
 def describe(value: Any) -> str:
     """Return the type of `value`, or dtype and shape of a tensor.
 

@@ -1,7 +1,7 @@
 """Messages between ranks other than payloads, for set-up and errors: never counted as traffic."""
 
 import pickle
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,17 +21,26 @@ BROADCAST_BYTES = 250 * 2**20
 """Size of a message of `broadcast`."""
 
 
-def total(value: int, group: str | None, op: str = "sum") -> int:
+def total(value: int, group: str | None) -> int:
     """Return the sum of `value` over the ranks of `group`."""
-    with without_modes():  # WireCounter's
-        flag = torch.tensor([value], device=wire_device(group))
-        waited(C10D.start(ALL_REDUCE, flag, flag, op, group))
-        return int(flag.item())
+    return _reduced([value], group, "sum")[0]
 
 
 def highest(value: int, group: str | None) -> int:
     """Return the largest `value` of the ranks of `group`."""
-    return total(value, group, "max")
+    return highest_of([value], group)[0]
+
+
+def highest_of(values: Sequence[int], group: str | None) -> list[int]:
+    """Return the largest of each of `values` of the ranks of `group`."""
+    return _reduced(values, group, "max")
+
+
+def _reduced(values: Sequence[int], group: str | None, op: str) -> list[int]:
+    with without_modes():  # WireCounter's
+        flags = torch.tensor(values, device=wire_device(group))
+        waited(C10D.start(ALL_REDUCE, flags, flags, op, group))
+        return flags.tolist()
 
 
 def wire_device(group: str | None) -> torch.device:

@@ -1,9 +1,13 @@
 """Muon on FSDP2's shards: whole matrices at their owners for the time of a step, and shards again behind it."""
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain, zip_longest
 from types import MethodType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +15,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fnddp.core import collectives
 from fnddp.core.agreement import agree_over
-from fnddp.core.codec import Encoded, Key, Layer, Layers, batches_of, encode
+from fnddp.core.codec import Encoded, Key, Layer, Layers, Payload, batches_of, encode
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
-from fnddp.core.state import describe
+from fnddp.core.state import describe, on_cpu
 from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
 from fnddp.integrations.fsdp.unit import layers_of, require_codecs
 from fnddp.reducers.carriers import allgather
 from fnddp.reducers.halves import OwnerRows, Owners
 from fnddp.run.vote import StepFailedError
+from fnddp.torch_private import between_step_hooks
 from fnddp.transforms.memory import ef21
 from fnddp.wire import control
 
@@ -44,6 +49,7 @@ class Matrices:
         groups: Sequence[str | None],
         gradients: Sync,
         weights: Sync,
+        bucket_cap: float,
     ) -> None:
         self._model, self._groups = model, groups
         self.optimizer, self._parameters, self._group = optimizer, dict(parameters), group
@@ -56,10 +62,13 @@ class Matrices:
         self._sends_differences = isinstance(weights, ef21)
         self._own: dict[str, nn.Parameter] = {}
         self._seen: Leaves = {}  # what shards hold of them, for differences
+        self._rounds = self._rounds_of(bucket_cap)
         self._steps, self._failure = 0, None
         self._noted: Leaves = {}  # shards after the last step: loading into them leaves no other trace
         self._begun = False  # until then the optimizer's state, if it has one, is of shards
         self._gather()
+        self._course: Generator[list[str]] = self._exchanges()
+        self._tell: Callable[[BaseException], None] | None = None  # what other ranks wait for, if this one fails
         step = optimizer.step
 
         @functools.wraps(step)
@@ -67,6 +76,22 @@ class Matrices:
             return self._step(step, args, kwargs)
 
         optimizer.step = MethodType(stepped, optimizer)
+
+    def _rounds_of(self, cap: float) -> list[list[str]]:
+        """Return the matrices of each message of at most `cap` bytes, the costliest of each owner first."""
+        of_owner: list[list[list[str]]] = [[] for _ in range(self.owners.n)]
+        sizes = [math.inf] * self.owners.n
+        for name, owner in self.owners.whole:
+            nbytes = self.owners.n * self._row_bytes(name)
+            if sizes[owner] + nbytes > cap:
+                of_owner[owner].append([])
+                sizes[owner] = 0
+            of_owner[owner][-1].append(name)
+            sizes[owner] += nbytes
+        return [[*chain.from_iterable(row)] for row in zip_longest(*of_owner, fillvalue=[])]
+
+    def _row_bytes(self, name: str) -> int:
+        return self._shards.sent_shape(name).numel() * self._parameters[name].element_size()
 
     def _gather(self) -> None:
         """Take whole matrices from all shards, at first and after others have written to those."""
@@ -94,95 +119,154 @@ class Matrices:
     def _held(self) -> Leaves:
         return {name: p.to_local() for name, p in self._parameters.items()}
 
-    def _step(self, step: Any, args: Any, kwargs: Any) -> Any:
+    # A step
+
+    def _step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._failure is not None:
             raise RuntimeError("own_matrices: an earlier step failed; restart from a checkpoint") from self._failure
-        problem: BaseException | None = None
+        self._tell = self._refuse
+        try:
+            return between_step_hooks(self.optimizer, functools.partial(self._run, step), args, kwargs)
+        except BaseException as error:
+            if self._tell is not None:
+                self._tell(error)
+            raise
+
+    def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if args or kwargs.get("closure") is not None:
-            problem = TypeError("own_matrices: step got a closure, which would see shards of before; leave it out")
+            raise TypeError("own_matrices: step got a closure, which would see shards of before; leave it out")
         replaced = [name for name, p in self._parameters.items() if self._model.get_parameter(name) is not p]
         if replaced:
-            problem = RuntimeError(
+            raise RuntimeError(
                 f"own_matrices: {replaced[0]!r} is another parameter of the model now, which the optimizer does not "
                 "have; load_state_dict without assign=True, or make the optimizer and call own_matrices after it"
             )
         changed = [(shard != self._noted[name]).any() for name, shard in self._held().items()]
         said = _CHANGED if torch.stack(changed).any() else _SAME
-        self._agree(problem, said, "refused its arguments, and nothing has changed")
-        if self._said == _CHANGED:
+        self._tell = None
+        if self._agree(said, "refused to begin, and nothing has changed") == _CHANGED:
             self._gather()
-        with torch.no_grad():
-            self._receive()
-        done = None
-        try:
-            done = self._stepped(step, kwargs)
-        except BaseException as error:
-            problem = self._failure = error
-        try:
-            self._agree(problem, _SAME, "failed, and owners have updated theirs: restart from a checkpoint")
-        except StepFailedError as error:
-            self._failure = error
-            raise
-        with torch.no_grad():
-            self._send()
+        self._tell, self._course, done = self._fail, self._exchanges(), None
+        for names in self._course:
+            with self._in_place_of_shards(names):
+                done = step(**kwargs)
+        self._tell = None
+        self._end(_SAME)
+        self._note()
         self._steps += 1
         return done
 
-    def _agree(self, problem: BaseException | None, said: int, what: str) -> None:
-        self._said = said if problem is None else _FAILED
-        for group in self._groups:  # of HSDP's replicas, too
-            self._said = control.highest(self._said, group)
-        if problem is not None:
-            raise problem
-        if self._said == _FAILED:
-            raise StepFailedError(f"{type(self.optimizer).__name__}.step on another rank {what}; see its own error")
+    def _refuse(self, _: BaseException) -> None:
+        with suppress(Exception):  # there is one already
+            self._agree(_FAILED, "")
 
-    def _receive(self) -> None:
-        """Send the shards of each gradient to the owner of the matrix."""
+    def _fail(self, error: BaseException) -> None:
+        with suppress(Exception):  # there is one already
+            try:
+                for _ in self._course:
+                    pass
+            finally:
+                self._end(_FAILED)
+        self._failure = error
+
+    def _end(self, said: int) -> None:
+        """Let the shards of the step stay if it has succeeded on all ranks."""
+        try:
+            self._agree(said, "failed, and owners have updated theirs: restart from a checkpoint")
+        except BaseException as error:
+            self._failure = error
+            with torch.no_grad():
+                for name, shard in self._held().items():
+                    shard.copy_(self._noted[name])
+            raise
+
+    def _agree(self, said: int, what: str) -> int:
+        """Return the highest of what all ranks say."""
+        with_gradient = [name for name, p in self._parameters.items() if p.grad is not None]
+        digest = crc32(repr(with_gradient).encode())
+        highest = [said, digest, -digest]
+        for group in self._groups:  # of HSDP's replicas, too
+            highest = control.highest_of(highest, group)
+        if highest[0] == _FAILED:
+            raise StepFailedError(f"{type(self.optimizer).__name__}.step on another rank {what}; see its own error")
+        if highest[1] != -highest[2]:
+            raise RuntimeError(
+                "own_matrices: ranks do not have gradients of the same matrices, and nothing has changed; those of "
+                f"this rank are {with_gradient}. Clear gradients on all ranks, or on none"
+            )
+        return highest[0]
+
+    def _exchanges(self) -> Generator[list[str]]:
+        """Yield the matrices of each round when their owners have gradients, and send them back behind it.
+
+        While a round is computed, the gradients of the next one and the weights of the last one are under way.
+        """
+        arriving, returning = self._receive(self._rounds[0]), None
+        for names, following in zip_longest(self._rounds, self._rounds[1:]):
+            arrived, arriving = arriving, None if following is None else self._receive(following)
+            assert arrived is not None
+            arrived()
+            del arrived  # and with it the memory of its messages
+            yield names
+            if returning is not None:
+                returning()
+            returning = self._send(names)
+        if returning is not None:
+            returning()
+
+    @contextmanager
+    def _in_place_of_shards(self, names: list[str]) -> Generator[None]:
+        """Let the optimizer have the whole matrices of `names` that this rank owns, and their state, for the block."""
+        state, groups = self.optimizer.state, self.optimizer.param_groups
+        own_of = {self._parameters[name]: self._own[name] for name in names if name in self._own}
+        held = [group["params"] for group in groups]
+        for p, own in own_of.items():
+            if p in state:
+                state[own] = state.pop(p)
+        for group in groups:
+            group["params"] = [own_of[p] for p in group["params"] if p in own_of]
+        try:
+            yield
+        finally:
+            for group, params in zip(groups, held, strict=True):
+                group["params"] = params
+            for p, own in own_of.items():
+                own.grad = None
+                if own in state:  # by the parameter of the model, as in its groups
+                    state[p] = state.pop(own)
+
+    @torch.no_grad()
+    def _receive(self, names: list[str]) -> Callable[[], None]:
+        """Start to send the shards of gradients to the owners; return a function that waits for those of this rank."""
         of_owner: list[Leaves] = [{} for _ in range(self.owners.n)]
-        for name, p in self._parameters.items():
-            grad = p.grad
+        for name in names:
+            grad = self._parameters[name].grad
             if grad is None:
                 continue  # of a matrix that no rank has used
             assert isinstance(grad, DTensor)
             of_owner[self.owners.owner(name) or 0][name] = self._padded(name, grad.to_local()).reshape(1, -1)
-        batches = [batches_of(self._layers(self._gradients), rows) for rows in of_owner]
         layers = self._layers(self._gradients)
+        batches = [batches_of(layers, rows) for rows in of_owner]
         encoded = [{name: encode(layers, b.x, Key(name, self._rank)) for name, b in each.items()} for each in batches]
         rows = OwnerRows(batches, encoded)
-        moved = collectives.all_to_all_leaves(rows.to_each(), self._group)
-        for own in self._own.values():
-            own.grad = None
-        for name in batches[self._rank]:
-            whole = encoded[self._rank][name].decode(rows.received(moved, self._rank, name))  # [n, rows of a shard]
-            own, shape = self._own[name], self.owners.shape(name)
-            own.grad = whole.reshape(-1, *shape[1:])[: shape[0]].to(own.dtype).contiguous()
+        wait = collectives.start_all_to_all(rows.to_each(), self._group)
 
-    def _stepped(self, step: Any, kwargs: Any) -> Any:
-        """Run the optimizer's step on whole matrices, in the place of shards."""
-        optimizer = self.optimizer
-        held = [list(group["params"]) for group in optimizer.param_groups]
-        own_of = {id(self._parameters[name]): own for name, own in self._own.items()}
-        for p in self._parameters.values():
-            if id(p) in own_of and p in optimizer.state:
-                optimizer.state[own_of[id(p)]] = optimizer.state.pop(p)
-        try:
-            for group in optimizer.param_groups:
-                group["params"] = [own_of[id(p)] for p in group["params"] if id(p) in own_of]
-            return step(**kwargs)
-        finally:
-            for group, params in zip(optimizer.param_groups, held, strict=True):
-                group["params"] = params
-            for name, own in self._own.items():
-                own.grad = None
-                if own in optimizer.state:  # by the parameter of the model, as in its groups
-                    optimizer.state[self._parameters[name]] = optimizer.state.pop(own)
+        @torch.no_grad()
+        def received() -> None:
+            moved = wait()
+            for name in batches[self._rank]:
+                whole = encoded[self._rank][name].decode(rows.received(moved, self._rank, name))  # [n, rows of a shard]
+                own, shape = self._own[name], self.owners.shape(name)
+                own.grad = whole.reshape(-1, *shape[1:])[: shape[0]].to(own.dtype).contiguous()
 
-    def _send(self) -> None:
-        """Send the rows of each matrix from its owner to the ranks that have them as shards."""
+        return received
+
+    @torch.no_grad()
+    def _send(self, names: list[str]) -> Callable[[], None]:
+        """Start to send the rows of matrices from their owners; return a function that writes them to shards."""
         n, layers, device = self.owners.n, self._layers(self._weights), next(iter(self._parameters.values())).device
         of_owner: list[Leaves] = [{} for _ in range(n)]
-        for name in self._parameters:
+        for name in names:
             size = self._shards.sent_shape(name).numel()
             dtype = self._parameters[name].dtype
             of_owner[self.owners.owner(name) or 0][name] = torch.empty(1, size, dtype=dtype, device="meta")
@@ -191,24 +275,29 @@ class Matrices:
             {name: encode(layers, b.x, Key(name, 0)) for name, b in each.items()} for each in batches
         ]
         rows = OwnerRows(batches, likes)
-        mine: dict[str, Encoded] = {}
-        for name, own in self._own.items():
-            value = own.detach() - self._seen[name] if self._sends_differences else own.detach()
+        mine: dict[str, Payload] = {}
+        for name in batches[self._rank]:
+            own = self._own[name].detach()
+            value = own - self._seen[name] if self._sends_differences else own
             height = self._shards.sent_shape(name)[0] * n
             whole = torch.cat([value, value.new_zeros(height - value.shape[0], *value.shape[1:])])
-            mine[name] = encode(layers, whole.reshape(n, -1), Key(f"{name} again", self._rank))
+            encoded = encode(layers, whole.reshape(n, -1), Key(f"{name} again", self._rank))
+            mine[name] = encoded.payload
             if self._sends_differences:
-                decoded = mine[name].decode(mine[name].payload).reshape(whole.shape)[: value.shape[0]]
-                self._seen[name] += decoded
-        payloads = {name: each.payload for name, each in mine.items()}
-        moved = collectives.all_to_all_leaves(rows.of_each(self._rank, payloads, device), self._group)
-        for owner in range(n):
-            for name in batches[owner]:
-                local = self._parameters[name].to_local()
-                row = likes[owner][name].decode(rows.sent(moved, owner, name)).reshape(-1, *local.shape[1:])
-                row = row[: local.shape[0]]
-                local.add_(row) if self._sends_differences else local.copy_(row)
-        self._note()
+                self._seen[name] += encoded.decode(encoded.payload).reshape(whole.shape)[: value.shape[0]]
+        wait = collectives.start_all_to_all(rows.of_each(self._rank, mine, device), self._group)
+
+        @torch.no_grad()
+        def returned() -> None:
+            moved = wait()
+            for owner in range(n):
+                for name in batches[owner]:
+                    local = self._parameters[name].to_local()
+                    row = likes[owner][name].decode(rows.sent(moved, owner, name)).reshape(-1, *local.shape[1:])
+                    row = row[: local.shape[0]]
+                    local.add_(row) if self._sends_differences else local.copy_(row)
+
+        return returned
 
     def _padded(self, name: str, shard: Tensor) -> Tensor:
         missing = self._shards.sent_shape(name)[0] - shard.shape[0]
@@ -219,11 +308,14 @@ class Matrices:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that a rank passes to each of the two collectives of a step, without codecs, padding and all."""
-        of_owner = [0] * self.owners.n
-        for name, p in self._parameters.items():
-            of_owner[self.owners.owner(name) or 0] += self._shards.sent_shape(name).numel() * p.element_size()
-        return max(of_owner) * self.owners.n
+        """The bytes that a rank passes to the collectives of each hop of a step, without codecs, padding and all."""
+        total = 0
+        for names in self._rounds:
+            of_owner = [0] * self.owners.n
+            for name in names:
+                of_owner[self.owners.owner(name) or 0] += self._row_bytes(name)
+            total += max(of_owner) * self.owners.n
+        return total
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer, whole, by the names of parameters, on the CPU. All ranks call it.
@@ -233,7 +325,7 @@ class Matrices:
         mine: dict[str, Any] = {}
         for name, own in self._own.items():
             state = self.optimizer.state.get(self._parameters[name], {})
-            mine[name] = {"state": _on_cpu(state), "weights": _on_cpu({"": own})[""] if self._weights else None}
+            mine[name] = {"state": on_cpu(state), "weights": on_cpu({"": own})[""] if self._weights else None}
         everyone = {name: of for held in control.all_gather_object(mine, self._group) for name, of in held.items()}
         name_of = {id(p): name for name, p in self._parameters.items()}
         groups: list[dict[str, Any]] = []
@@ -268,15 +360,18 @@ def own_matrices(
     optimizer: torch.optim.Optimizer,
     gradients: str | Sync = "allgather",
     weights: str | Sync = "allgather",
+    *,
+    bucket_cap_mb: float | None = None,
 ) -> Matrices:
     """Run an optimizer of whole matrices, such as Muon, on a model that FSDP2 shards. All ranks must call it.
 
-    At `optimizer.step()` the shards of each gradient go to the rank that owns the matrix, in one all_to_all of all
+    At `optimizer.step()` the shards of each gradient go to the rank that owns the matrix, in an all_to_all of several
     matrices; the optimizer runs there, on whole matrices, once for each; and the rows of the result go back as shards
-    in another. Owners are balanced by rows x columns x the smaller of both. Until the step all is FSDP's: gradients are
-    shards, so clipping and loss scalers work as with any DTensor. An owner keeps the matrix and the optimizer's state
-    of it: 1 / n of all, in addition to its shards. Each rank keeps a copy of its shards of matrices, to notice what is
-    loaded into them. With HSDP each replica does the same.
+    in another. While it runs on those of one message, those of the next and of the last one are under way. Owners are
+    balanced by rows x columns x the smaller of both. Until the step all is FSDP's: gradients are shards, so clipping
+    and loss scalers work as with any DTensor. An owner keeps the matrix and the optimizer's state of it: 1 / n of all,
+    in addition to its shards. Each rank keeps a copy of its shards of matrices, to notice what is loaded into them, and
+    to go back to if a step fails. With HSDP each replica does the same. Hooks of the step see shards, before and after.
 
     The wrong choice for optimizers that compute each element by itself: those run on shards.
 
@@ -286,6 +381,9 @@ def own_matrices(
             state that it has already goes to the owners.
         gradients: `allgather` with codecs around it, or its text, for what goes to owners.
         weights: The same for what comes back; with `ef21` around them, differences to what shards have.
+        bucket_cap_mb: Size of a message in MiB, without codecs. None for 25 with `torch.optim.Muon`, and for one of all
+            matrices with another optimizer: its step is called for each message, so one that counts steps for all
+            parameters together would count each call.
 
     Raises:
         RankMismatchError: On all ranks, if they disagree about pipelines or parameters.
@@ -307,14 +405,16 @@ def own_matrices(
             name: f"{describe(p)} in {type(optimizer).__name__}, {_state_of(name, p, optimizer)}"
             for name, p in parameters.items()
         }
-        return {"gradients": repr(read[0]), "weights": repr(read[1]), **lines}
+        return {"gradients": repr(read[0]), "weights": repr(read[1]), "bucket_cap_mb": str(bucket_cap_mb), **lines}
 
     shards = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     meshes = [mesh.get_group(dim) for mesh in [p.device_mesh for p in shards[:1]] for dim in range(mesh.ndim)]
     groups = [group_name(each) for each in meshes] or [None]
     agree_over(set_up, groups)
-    parameters, group, *read = made[-1]
-    return Matrices(model, optimizer, parameters, group, groups, *read)
+    parameters, group, first, second = made[-1]
+    if bucket_cap_mb is None:
+        bucket_cap_mb = 25.0 if type(optimizer) is torch.optim.Muon else math.inf
+    return Matrices(model, optimizer, parameters, group, groups, first, second, bucket_cap_mb * 2**20)
 
 
 def _state_of(name: str, p: DTensor, optimizer: torch.optim.Optimizer) -> str:
@@ -357,7 +457,3 @@ def _matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[
     if len(groups) > 1:
         raise TypeError("own_matrices: matrices are sharded over several meshes; give those of each another optimizer")
     return found, next(iter(groups)) or None
-
-
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for key, v in state.items()}
