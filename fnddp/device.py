@@ -73,7 +73,10 @@ class Device:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def to_host(self, tensor: Tensor) -> Callable[[], list[int]]:
-        """Return a function that returns the numbers of `tensor`; the host waits for them when it is called."""
+        """Return a function that returns the numbers of `tensor`; the host waits for them when it is called.
+
+        The tensor's memory must belong to the current stream, which copies the numbers.
+        """
         return tensor.tolist
 
     def mark(self, stream: Stream) -> Mark:
@@ -142,7 +145,6 @@ class Accelerator(Device):
 
     def to_host(self, tensor: Tensor) -> Callable[[], list[int]]:
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        self.keep(tensor, self.current())  # it may have been made on another stream
         event = torch.Event(self.device)
         event.record(self.current())
 

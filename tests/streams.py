@@ -7,12 +7,13 @@ orders; or memory that its own stream may hand out while another stream still us
 After `torch.cuda._sanitizer` (Lin et al.) and the vector clocks of Mattern (1989).
 """
 
+import ast
 import sys
 import threading
 import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +73,33 @@ def site() -> str:
             return f"{path.relative_to(LIBRARY).as_posix()}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def calls(apart: Container[str] = ()) -> Iterator[tuple[str, str, ast.Call]]:
+    """Every call in the library but in the files `apart`: the line, as `site` names it, the function, and the call."""
+    for file in sorted(LIBRARY.rglob("*.py")):
+        name = file.relative_to(LIBRARY).as_posix()
+        if name not in apart:
+            nodes = list(ast.walk(ast.parse(file.read_text())))
+            functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+            inside = {each: function.name for function in functions for each in ast.walk(function)}  # the innermost
+            found = [node for node in nodes if isinstance(node, ast.Call)]
+            yield from ((f"{name}:{node.lineno}", f"{name} {inside.get(node, '')}", node) for node in found)
+
+
+def waits(apart: Container[str] = ()) -> dict[str, str]:
+    """The line of every call by which a stream waits, or memory is kept for one, but in the files `apart`; by name."""
+    found: dict[str, str] = {}
+    for line, function, node in calls(apart):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="wait" | "keep" as kind), args=[_, _]):
+                name = f"{function} {kind}"
+            case ast.Call(func=ast.Name("waited")) | ast.Call(func=ast.Name("partial"), args=[ast.Name("waited"), _]):
+                name = f"{function} waited"
+            case _:
+                continue
+        found[f"{name} in {line}" if name in found else name] = line
+    return found
 
 
 class Checker:

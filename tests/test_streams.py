@@ -25,7 +25,7 @@ from fnddp.run.engine import MAX_PHASES, Engine
 from fnddp.wire.c10d import over
 from fnddp.wire.protocol import CollectiveError
 from tests.pipelines import EXAMPLES, HALVES, nestings
-from tests.streams import LIBRARY, Checker, StreamWire, Work, checking, opaque, require_none
+from tests.streams import Checker, StreamWire, Work, calls, checking, opaque, require_none, waits
 
 POWERSGD = "error_feedback(powersgd(fp16(allreduce), rank=2, min_compression_rate=0))"
 QUANTIZED = "error_feedback(quantize(two_shot, bits=4))"
@@ -321,46 +321,47 @@ APART = {
 }
 
 
-def calls() -> Iterator[tuple[str, ast.Call]]:
-    for file in sorted(LIBRARY.rglob("*.py")):
-        name = file.relative_to(LIBRARY).as_posix()
-        if name not in APART:
-            calls = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
-            yield from ((f"{name}:{node.lineno}", node) for node in calls)
-
-
-def waits() -> Iterator[str]:
-    """Every line at which a stream waits within a step, or memory is kept for one."""
-    for site, node in calls():
-        match node:
-            case ast.Call(func=ast.Attribute(attr="wait" | "keep"), args=[_, _]):
-                yield site
-            case ast.Call(func=ast.Name("waited")) | ast.Call(func=ast.Name("partial"), args=[ast.Name("waited"), _]):
-                yield site
-
-
 def test_only_one_file_knows_streams():
     """Or there would be waits that none of these tests leaves out."""
     own = {"record_stream", "wait_stream", "wait_event", "Stream", "Event", "stream", "current_stream"}
     found = [
         site
-        for site, node in calls()
+        for site, _, node in calls(APART)
         if isinstance(node.func, ast.Attribute) and node.func.attr in own
         if "torch" in ast.unparse(node.func.value) or node.func.attr.startswith(("record_", "wait_"))
     ]
     assert found == []
 
 
+# The scenario that needs each of them.
+NEEDED = {
+    "core/collectives.py _on_wire waited": eagerly,
+    "run/step.py _start wait": with_backward_on_several_streams,
+    "run/step.py commit wait": with_the_module,
+    "run/step.py commit keep": reading_old_means_late,
+    "run/step.py watch wait": told_of_what_is_not_finite,
+    "run/step.py watch keep": told_of_what_is_not_finite,
+    "run/step.py _ingest wait": with_the_module,
+    "run/step.py _ingest keep": with_backward_on_several_streams,
+    "run/step.py _wait waited": with_the_module,
+    "run/step.py _wait_for_side_stream wait": failing,
+    "run/vote.py _gathered waited": with_the_module,
+}
+
+
+def test_each_wait_and_keep_has_a_scenario():
+    assert set(NEEDED) == set(waits(APART))
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("site", list(waits()))
-def test_every_wait_and_keep_is_needed(site):
-    for scenario in SCENARIOS:
-        for text in (POWERSGD, "allreduce", QUANTIZED, PERIODIC[0], "quantize(allgather)"):
-            with checking(without=site) as found:
-                scenario(text, found)
-            if found.hazards:
-                return
-    raise AssertionError(f"nothing races without {site}: leave it out, or add what needs it")
+@pytest.mark.parametrize("name", NEEDED)
+def test_every_wait_and_keep_is_needed(name):
+    for text in ("quantize(allgather)", POWERSGD, "allreduce", QUANTIZED, PERIODIC[0]):
+        with checking(without=waits(APART)[name]) as found:
+            NEEDED[name](text, found)
+        if found.hazards:
+            return
+    raise AssertionError(f"nothing races without {name}: leave it out, or add what needs it")
 
 
 class FailingWire(StreamWire):

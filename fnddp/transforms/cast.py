@@ -153,15 +153,16 @@ class cast(Carrying):
 
     def _raise_if_not_finite(self, mean: dict[str, Tensor], leaves: dict[str, Tensor]) -> None:
         largest, dtype = torch.finfo(self._wire_dtype).max, str(self._wire_dtype).removeprefix("torch.")
+        finite = {path: each.isfinite().all() for path, each in mean.items() if is_inexact(leaves[path])}
+        if not finite or bool(torch.stack(list(finite.values())).all()):  # an accelerator's host waits once
+            return
         problems: list[str] = []
-        for path, each in mean.items():
+        for path in (path for path, each in finite.items() if not each):
             leaf = leaves[path]
-            if is_inexact(leaf) and not bool(each.isfinite().all()):
-                beyond = f"{int((leaf.abs() > largest).sum())} of {leaf.numel()} values"
-                problems.append(f"leaf {path!r} (on this rank {beyond} beyond the largest {dtype}, {largest})")
-        if problems:
-            found = "; ".join(problems)
-            raise FloatingPointError(f"{self!r}: not finite after a {dtype} wire: {found}; use bf16, or scale the loss")
+            beyond = f"{int((leaf.abs() > largest).sum())} of {leaf.numel()} values"
+            problems.append(f"leaf {path!r} (on this rank {beyond} beyond the largest {dtype}, {largest})")
+        found = "; ".join(problems)
+        raise FloatingPointError(f"{self!r}: not finite after a {dtype} wire: {found}; use bf16, or scale the loss")
 
     def __repr__(self) -> str:
         short = SHORT.get(self._wire_dtype)

@@ -224,10 +224,11 @@ class Steps:
         self._taken = taken = _Taken(task, asked or set(), set(grads), asked is None, always)
         kept = grads.keys() - self.unsynchronized - {accumulated}
         sums = bool(kept) and "sum" in self.engine.sync.ops
-        again = [name for name in grads if sums and name in kept and grads[name].any()]
-        if again:
+        filled = {name: grad.any() for name, grad in grads.items() if sums and name in kept}
+        if filled and torch.stack([*filled.values()]).any():  # an accelerator's host waits once
+            again = next(name for name, is_filled in filled.items() if is_filled)
             self._stop(
-                f"parameter {again[0]!r} has a gradient that is a sum over ranks already, which {self.engine.sync!r} "
+                f"parameter {again!r} has a gradient that is a sum over ranks already, which {self.engine.sync!r} "
                 "would add up again with what this backward adds; call optimizer.zero_grad() before each backward, or "
                 "run all but the last within no_sync()"
             )
