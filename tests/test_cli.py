@@ -92,7 +92,7 @@ WRONG = {
         (["--modle", "gpt2"], "No such option: --modle (Possible options: --model)"),
         (["--model", "gtp2"], "unknown model 'gtp2'; did you mean 'gpt2'?"),
         (["--model", "models.py:Netwrk"], "has no function or module 'Netwrk'; did you mean 'Network'?"),
-        (["--model", "models.py:x"], "has no function or module 'x'; it has Network, alone, broken, frozen, "),
+        (["--model", "models.py:x"], "has no function or module 'x'; it has Network, Positions, alone, broken, frozen, "),
         (["--model", "models.py:broken"], "models.py:broken failed: KeyError: 'no such layer' (at "),
         (["--model", "models.py:number"], "number must return a torch.nn.Module or (module, inputs, loss_fn), got int"),
         (["--model", "models.py:frozen"], "has no parameters that require gradients: there is nothing to synchronize"),
@@ -286,7 +286,7 @@ def test_completion_prints_a_script(shell: str, capsys: pytest.CaptureFixture[st
 # Terminals of several widths: names fold, columns give way, numbers stay whole.
 
 LOW_RANK = "error_feedback(powersgd(fp16(allreduce), rank=2))"
-NUMBERS = ("1,230,720", "17.23 ms", "1.723 ms", "5,440")
+NUMBERS = ("2,153,760", "17.23 ms", "1.723 ms", "9,520")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 STYLES = re.compile(r"\x1b\[[0-9;]*m")
 PLAN = ("plan", "allreduce", LOW_RANK, "--model", WIDE, "--link", "1gbit", "--link", "10gbit")

@@ -168,7 +168,7 @@ def with_weights_sharded_again(rank: int, device: str) -> Any:
 
 # What finds that a line does nothing: a scenario, and the streams that run last.
 FINDS: dict[str, tuple[Callable[[int, str], Any], str]] = {
-    "core/collectives.py _on_wire waited": (without_a_plan, "side"),
+    "core/collectives.py results waited": (without_a_plan, "side"),
     "integrations/fsdp/shards.py __call__ waited": (with_weights_sharded_again, "side"),
     "integrations/fsdp/unit.py _said waited": (with_weights_that_stay, "side"),
     "run/step.py _start wait": (with_gradients_of_several_streams, "default"),
