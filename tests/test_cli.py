@@ -92,7 +92,10 @@ WRONG = {
         (["--modle", "gpt2"], "No such option: --modle (Possible options: --model)"),
         (["--model", "gtp2"], "unknown model 'gtp2'; did you mean 'gpt2'?"),
         (["--model", "models.py:Netwrk"], "has no function or module 'Netwrk'; did you mean 'Network'?"),
-        (["--model", "models.py:x"], "has no function or module 'x'; it has Network, Positions, alone, broken, frozen, "),
+        (
+            ["--model", "models.py:x"],
+            "has no function or module 'x'; it has Network, Positions, alone, broken, frozen, ",
+        ),
         (["--model", "models.py:broken"], "models.py:broken failed: KeyError: 'no such layer' (at "),
         (["--model", "models.py:number"], "number must return a torch.nn.Module or (module, inputs, loss_fn), got int"),
         (["--model", "models.py:frozen"], "has no parameters that require gradients: there is nothing to synchronize"),
