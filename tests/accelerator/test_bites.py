@@ -181,7 +181,7 @@ FINDS: dict[str, tuple[Callable[[int, str], Any], str]] = {
     "run/step.py _wait waited": (with_collectives_in_a_row, "side"),
     "run/step.py _wait_for_side_stream wait": (with_memory_of_a_step_given_up, "side"),
     "run/vote.py _gathered waited": (with_collectives_in_a_row, "side"),
-    "wire/control.py total waited": (with_messages, "side"),
+    "wire/control.py _reduced waited": (with_messages, "side"),
     "wire/control.py _broadcast_over waited": (with_messages, "side"),
     "wire/control.py _gathering waited": (with_messages, "side"),
 }
