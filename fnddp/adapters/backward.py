@@ -211,8 +211,9 @@ class _Together:
             ended = [*some]
             if is_refused:  # with all others on their process groups, which may come in any order there
                 lines = {line for each in ended for line in each.engine.lines}
-                joint = {engine for engine in refused if lines.intersection(engine.lines)}
-                refused.difference_update(joint)
+                joint = [engine for engine in refused if lines.intersection(engine.lines)]
+                for engine in joint:
+                    del refused[engine]
                 fail_next(dict.fromkeys(joint, error), are_joint=True)
             for each in ended:
                 each.fail(error)

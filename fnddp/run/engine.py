@@ -413,12 +413,12 @@ def _open_on(group: Any) -> list[weakref.ref[Step]]:
     return line
 
 
-def begin_next(engines: Iterable[Engine]) -> set[Engine]:
-    """Begin the next steps of those engines that fail in the order of the other ranks; return the other engines.
+def begin_next(engines: Iterable[Engine]) -> dict[Engine, Vote]:
+    """Begin the next steps of those engines that fail in the order of the other ranks; return votes of the others.
 
     Those have weights: on their process groups, ranks fail whichever step comes next. No step of `engines` is open.
     """
-    refusable = set()
+    refusable: dict[Engine, Vote] = {}
     for engine in engines:
         with suppress(RuntimeError):  # if a step cannot begin, no rank waits for this one
             engine.refuse_after_failure()
@@ -426,7 +426,7 @@ def begin_next(engines: Iterable[Engine]) -> set[Engine]:
             if vote is None or _open_on(engine.line_of(vote.groups[0])):  # which other ranks give up with that one
                 engine.begin(weight=FAILED)
             else:
-                refusable.add(engine)
+                refusable[engine] = vote
     return refusable
 
 
@@ -441,10 +441,8 @@ def fail_next(errors: Mapping[Engine, BaseException], *, are_joint: bool = False
     lines: dict[Any, tuple[Vote, list[Engine]]] = {}
     if not are_joint:
         _break_unordered(errors)
-    refusable = begin_next(errors)
-    for engine in errors:
-        if engine in refusable and (vote := engine.vote_of_weights()) is not None:
-            lines.setdefault(engine.line_of(vote.groups[0]), (vote, []))[1].append(engine)
+    for engine, vote in begin_next(errors).items():
+        lines.setdefault(engine.line_of(vote.groups[0]), (vote, []))[1].append(engine)
     waiting = [_Refusal(vote, engines, errors[engines[0]], are_joint) for vote, engines in lines.values()]
     while waiting:  # other ranks may come to these groups in any order
         waiting = [refusal for refusal in waiting if not refusal.goes_on()]
