@@ -366,9 +366,9 @@ class Job:
         return int(name.removeprefix("r")) // self.ranks
 
     def require_none_failed(self) -> None:
-        killed = self.killed()
-        for name, process in self.processes.items():
-            assert process.exitcode in (None, 0) or name in killed, f"{name} has failed\n{self.said()}"
+        ended = [name for name, process in self.processes.items() if process.exitcode not in (None, 0)]
+        failed = set(ended) - set(self.killed())  # asked after `ended`: one may be killed between the two
+        assert not failed, f"{sorted(failed)} failed\n{self.said()}"
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + SECONDS
