@@ -1,13 +1,12 @@
 """A rank that fails on the device, at each point: it raises its error, and the others theirs one step later.
 
-Nobody waits for a timeout, and nothing that ranks do not share is saved: see docs/gpu.md.
+Nobody waits for a timeout, and nothing that ranks do not share is saved: see docs/gpu.md. Shards' are in `tests/gpu`.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import CollectiveError, outer
-from fnddp.integrations.fsdp import compress_replicas, compress_shards
 from fnddp.wire.c10d import C10d
 from tests.accelerator.conftest import ORDERS
-from tests.sharded import meshes, sharded
 
 pytestmark = pytest.mark.thorough
 
@@ -75,21 +72,6 @@ def by_value_and_grad(device: str) -> tuple[Callable[[], Any], Callable[[], Any]
     return lambda: run(params, state), lambda: run(params, state)
 
 
-def by_shards(device: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    model = sharded(meshes(1, 2, kind="sim")["shard"])
-    shards = compress_shards(model, TEXT)
-    x = torch.ones(2, 6, device=device)
-    return lambda: model(x)["out"].square().mean().backward(), lambda: shards.state
-
-
-def by_replicas(device: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    mesh = meshes(2, 1, kind="sim")
-    model = sharded(mesh["shard"])
-    replicas = compress_replicas(model, TEXT, mesh["replicate"])
-    x = torch.ones(2, 6, device=device)
-    return lambda: model(x)["out"].square().mean().backward(), lambda: replicas.state
-
-
 def by_outer_steps(device: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
     model = net(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -107,16 +89,9 @@ def check(rank: int, device: str, way: Callable[..., Any], point: str, after: in
     step, read = way(device)
     for _ in range(after):
         step()
-    encode = fnddp.quantize.encode
-    answers = iter([lambda *_: 1 // 0])
-    Fails.now = OnTheWire.now = False
-    with mock.patch.object(fnddp.quantize, "encode", encode):
-        if rank == 1:
-            Fails.now, OnTheWire.now = point == "backward", point == "wire"
-            if point == "codec":
-                fnddp.quantize.encode = lambda *given: next(answers, encode)(*given)
-        with pytest.raises(ZeroDivisionError) if rank == 1 else nullcontext():
-            step()
+    Fails.now, OnTheWire.now = (rank == 1 and point == each for each in ("backward", "wire"))
+    with pytest.raises(ZeroDivisionError) if rank == 1 else nullcontext():
+        step()
     Fails.now = False
     later = [step] if rank == 1 else [read, step]
     for again in later[:-1] if way is by_register else later:  # a forward of torch's class has collectives of its own
@@ -131,7 +106,6 @@ POINTS = [
     *product((by_module, by_register, by_value_and_grad), ("wire",), (1, 2)),
     *product((by_module,), ("backward",), (1, 2)),
     (by_outer_steps, "wire", 1),
-    (by_shards, "codec", 1),
 ]
 
 
