@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fnddp.adapters.module.steps import Steps
 from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.core import collectives
-from fnddp.core.agreement import agree
+from fnddp.core.agreement import RankMismatchError, agree
 from fnddp.core.codec import Codec
 from fnddp.core.group import Group, group_name
 from fnddp.core.parse import pipeline_of
@@ -39,7 +39,7 @@ from fnddp.torch_private import between_step_hooks, optimizers_in_backward
 from fnddp.transforms.cast import cast
 from fnddp.transforms.memory import ef21, error_feedback
 from fnddp.wire import control
-from fnddp.wire.groups import live_group
+from fnddp.wire.groups import live_group, world_size
 
 ELEMENTWISE = frozenset(
     {
@@ -332,6 +332,7 @@ class OwnerDataParallel(DistributedDataParallel):
     def _step(self, sharded: _Sharded, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._steps.settle()
         self._steps.require_same_world()
+        self._require_same_optimizer(sharded)
         is_over = False
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -356,6 +357,21 @@ class OwnerDataParallel(DistributedDataParallel):
                 sharded.engine.fail(error)
                 self._engine.broken = error
             raise
+
+    def _require_same_optimizer(self, sharded: _Sharded) -> None:
+        """Raise a RankMismatchError on all ranks, before anything changes, where they do not step the same optimizer.
+
+        Messages of two optimizers may have one size, and would then be taken for each other's.
+        """
+        if len(self._sharded) == 1 or world_size(self._group) == 1:
+            return
+        place = self._sharded.index(sharded)
+        last, first = control.highest_of([place, -place], self._group)
+        if last != -first:
+            raise RankMismatchError(
+                f"own: this rank steps {type(sharded.optimizer).__name__}, optimizer {place} of {len(self._sharded)}, "
+                f"while ranks step others, from {-first} to {last}; step the same ones in the same order on all ranks"
+            )
 
     def _send(self, sharded: _Sharded) -> None:
         try:
