@@ -2,7 +2,9 @@
 
 import json
 import random
+import re
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +46,22 @@ def taken(link: Link, make: Any = small, ranks: int = 4, **options: Any) -> tupl
     return best.pipeline, best.weights
 
 
-def test_the_packaged_losses_are_what_the_study_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def study(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    import muon_bits  # pyright: ignore[reportMissingImports]
+    return import_module("muon_bits")
 
-    found = muon_bits.found_in(muon_bits.lines_of(muon_bits.RESULTS / "muon-bits.jsonl"))
-    assert muon_bits.packaged(found, json.loads(muon_bits.TIMES.read_text())) == muon_bits.DATA.read_text()
+
+def test_the_packaged_losses_are_what_the_study_writes(study: Any) -> None:
+    found = study.found_in(study.lines_of(study.RESULTS / "muon-bits.jsonl"))
+    assert study.packaged(found, json.loads(study.TIMES.read_text())) == study.DATA.read_text()
+
+
+@pytest.mark.thorough
+def test_the_table_of_docs_has_what_is_taken(study: Any) -> None:
+    table = (study.RESULTS / "muon-links.md").read_text().splitlines()
+    made = study.which((2,)).splitlines()
+    assert made == [row for row in table if not re.match(r"\| (8|32) \|", row)]
 
 
 def test_pairs_are_those_that_seeds_clear() -> None:
@@ -134,7 +146,8 @@ def test_leaves_for_which_no_loss_was_measured_keep_exact_hops(dtype: torch.dtyp
 
 def test_what_does_not_fit_is_refused() -> None:
     model = small()
-    muon, adamw = torch.optim.Muon([model[1].weight]), torch.optim.AdamW([model[0].weight])
+    first, second = model.parameters()
+    muon, adamw = torch.optim.Muon([second]), torch.optim.AdamW([first])
     link = Link(1e6)
     with pytest.raises(ValueError, match=r"measured with Muon, and the optimizer is AdamW; add torch.optim.Muon"):
         choose_owned(model, torch.optim.AdamW(model.parameters()), link, world_size=2)

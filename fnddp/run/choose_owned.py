@@ -95,6 +95,8 @@ def choose_owned(
     >>> muon = torch.optim.Muon(net.parameters())
     >>> for rate in ("100mbit", "1000gbit"):
     ...     print(*choose_owned(net, muon, Link.parse(rate), world_size=4))
+    error_feedback(quantize(two_shot)) ef21(quantize(allgather))
+    two_shot allgather
     """
     plans = owned_plans(model, optimizer, pairs(within), world_size)
     best = owned_choice(plans, links, codec_seconds, backward_seconds).best
