@@ -85,6 +85,9 @@ def choose_owned(
             those of one core of an AMD EPYC. Pairs with one that is not in it are not taken.
         backward_seconds: Time of backward; None if unknown.
 
+    Returns:
+        `(gradients, weights)`, for `own(model, optimizer, *pair)`.
+
     Raises:
         ValueError: No optimizer is Muon; `within` is negative or NaN; a parameter is in no optimizer, or in two, or is
             not the model's.
