@@ -482,7 +482,7 @@ def test_models_and_optimizers_that_do_not_fit_are_refused_on_all_ranks(rank: in
         (other, torch.optim.LBFGS(other.parameters()), {}, TypeError, "closure"),
         (model, [muon, adamw], {"gradients": "allreduce"}, TypeError, "give two_shot"),
         (model, [muon, adamw], {"gradients": "ef21(quantize(two_shot))"}, TypeError, "because of ef21"),
-        (model, [muon, adamw], {"gradients": "auto"}, TypeError, "choose one yourself"),
+        (model, [muon, adamw], {"gradients": "auto"}, TypeError, "name one yourself"),
         (model, [muon, adamw], {"weights": "quantize(two_shot)"}, TypeError, "give allgather"),
         (model, [muon, adamw], {"weights": "ef21(allgather)"}, TypeError, "differences"),
         (model, [muon, adamw], {"cost": lambda *_: float("nan")}, ValueError, "'layers.0.weight' is nan"),
