@@ -288,10 +288,11 @@ class Engine:
                 "be desynchronized; restart from a checkpoint, with the process group set up again"
             ) from self.broken
 
-    def connect(self) -> None:
+    def connect(self, *, by_all: bool = True) -> None:
         """Connect the process groups that steps use, if that is still to be done. All ranks call it when they set up.
 
         The first step could be too late: models that share a backward may begin their steps in another order on a rank.
+        `by_all` is False where only this rank may call it, which then has no place among the engines of a group yet.
         """
         if self._is_connected:
             return
@@ -300,10 +301,14 @@ class Engine:
                 require_carried(self.device, live_group(group))
         if not device_of(self.device).is_asynchronous:
             with_dedicated_groups(self.wire, self.groups)
+        if by_all:
+            self._take_places()
+        self._is_connected = True
+
+    def _take_places(self) -> None:
         if not self._places and not isinstance(self.wire, Elastic):  # a rank that comes back there has set up fewer
             for group in (group for group in self.groups if self.wire.size(group) > 1):
                 self._places[group] = next(_connected.setdefault(self.line_of(group), itertools.count()))
-        self._is_connected = True
 
     def vote_of_weights(self) -> Vote | None:
         """Return a vote for steps that begin with an exchange of weights, if a rank can fail the next step by it."""
@@ -316,6 +321,7 @@ class Engine:
     def _vote_of(self, program: Program) -> Vote | None:
         if program.groups is None:
             return None
+        self._take_places()
         return Vote(self.leaves, program.wire, program.groups, program.device, self._places)
 
     @property
