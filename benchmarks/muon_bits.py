@@ -1,7 +1,8 @@
 """How few bits Muon bears on the way to the owners of matrices, and on the way back: the loss of each, and its bytes.
 
     python benchmarks/muon_bits.py train     # a line of json for each run, into results/; skips what is there
-    python benchmarks/muon_bits.py report    # the table and the figure of what is there
+    python benchmarks/muon_bits.py times     # seconds of the codecs of each hop, into results/
+    python benchmarks/muon_bits.py report    # tables, the figure, and the data of fnddp.choose_owned, of what is there
     python benchmarks/muon_bits.py --quick   # both in a minute, into a temporary folder
 
 The characters of benchmarks/convergence.py on 8 virtual ranks: torch.optim.Muon for the matrices of the block, AdamW
@@ -22,15 +23,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from convergence import RESULTS, ROOT, Gap, Task, characters_task, lines_of, named_parameters, where
+from convergence import (
+    LATENCY,
+    RATES,
+    RESULTS,
+    ROOT,
+    WORDS,
+    Gap,
+    Task,
+    characters_task,
+    lines_of,
+    milliseconds,
+    named_parameters,
+    where,
+)
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, vmap
 
 import fnddp
-from fnddp import Link, Owners
+from fnddp import Link, measure_segments
 from fnddp.cli import models, picture
-from fnddp.reducers.halves import to_all, to_owners, with_halves
+from fnddp.reducers.halves import with_halves
+from fnddp.run import hops
+from fnddp.run.choose_owned import Pair, owned_choice, owned_plans, pairs
 
 RANKS, STEPS = 8, 250
 FIRST_SEEDS, SEEDS = (0, 1, 2), (0, 1, 2, 3, 4)
@@ -39,8 +55,11 @@ RATE = 0.04  # of Muon, where the search begins
 CLOSE = 0.01  # nats: what the question is about
 COSTED = "transformer"  # of fnddp.cli.models: 10.3 M parameters, of which small leaves are few
 LINK = Link.parse("200mbit:20us")
-BUCKET_MB = max(25.0, 12.5 * RANKS)  # as in fnddp.own
 PICTURE = ROOT / "docs" / "assets" / "muon-bits.svg"
+DATA = ROOT / "fnddp" / "cost" / "muon.json"
+TIMES = RESULTS / "muon-codecs.json"
+ROUNDS = 20
+WITHIN = (0.01, 0.02)  # nats
 
 
 class Hop(NamedTuple):
@@ -57,6 +76,13 @@ class Hop(NamedTuple):
     def weights(self) -> fnddp.Sync | None:
         """The codec of differences; None for exact weights."""
         return None if self.codec is None else fnddp.parse(self.codec.replace("CARRIER", "allgather"))
+
+    @property
+    def of_own(self) -> tuple[str, str]:
+        """What `fnddp.own` takes for gradients with this hop, and for weights."""
+        return repr(self.gradients("two_shot")), repr(
+            fnddp.allgather if self.weights is None else fnddp.ef21(self.weights)
+        )
 
 
 EXACT = Hop("32", None)
@@ -193,31 +219,46 @@ class Cost(NamedTuple):
 
 
 @cache
+def costed() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """A model that is large enough, without values, and its optimizers: Muon has the matrices of blocks."""
+    with torch.device("meta"):
+        model = models.load(COSTED).build()
+    named = dict(model.named_parameters())
+    matrices = [path for path, leaf in named.items() if leaf.ndim == 2 and path.startswith("blocks")]
+    rest = [leaf for path, leaf in named.items() if path not in matrices]
+    return model, [torch.optim.Muon([named[path] for path in matrices]), torch.optim.AdamW(rest)]
+
+
+def hop_plans(text: str, device: str = "meta") -> list[fnddp.Plan]:
+    """The plans of a hop of `fnddp.own`, by its pipeline: one of gradients, or one of weights for each optimizer."""
+    model, optimizers = costed()
+    named = hops.parameters_of("muon_bits", model, optimizers)
+    owners = [hops.owners_of(each, of, RANKS) for each, of in zip(named, optimizers, strict=True)]
+    like = [{path: torch.empty_like(leaf, device=device) for path, leaf in each.items()} for each in named]
+    sync = fnddp.parse(text)
+    if "two_shot" in text:
+        of_all = {path: each[path] for path, _ in model.named_parameters() for each in like if path in each}
+        return [hops.plan_of_gradients(sync, of_all, owners)]
+    return [hops.plan_of_weights(sync, each, of) for each, of in zip(like, owners, strict=True)]
+
+
+@cache
+def cost_of_hop(text: str) -> Cost:
+    return Cost(*map(sum, zip(*map(priced, hop_plans(text)), strict=True)))
+
+
 def cost_of(up: str, down: str) -> Cost:
-    """The cost of both hops of `fnddp.own`, for a model that is large enough."""
-    leaves = models.parameters(COSTED)
-    matrices = {path: leaf for path, leaf in leaves.items() if leaf.ndim == 2 and path.startswith("blocks")}
-    rest = {path: leaf for path, leaf in leaves.items() if path not in matrices}
-    costs = {path: float(leaf.numel() * min(leaf.shape)) for path, leaf in matrices.items()}
-    large = [path for path, leaf in rest.items() if leaf.numel() >= 2**14]  # which own() cuts by rows
-    owners = [Owners.of(matrices, RANKS, costs), Owners.of(rest, RANKS, cut=large)]
-    shapes = tuple((path, leaf.shape) for path, leaf in leaves.items())
-    of_all = Owners(RANKS, shapes, tuple(pair for each in owners for pair in each.whole))
-    hops = [planned(with_halves(BY_BITS[up].gradients("two_shot"), to_owners(owners=of_all)), leaves, BUCKET_MB)]
-    for each, of in ((matrices, owners[0]), (rest, owners[1])):
-        codec = BY_BITS[down].weights or fnddp.allgather
-        like = {path: torch.empty(of.sent_shape(path), device="meta") for path in each}
-        hops.append(planned(with_halves(codec, to_all(owners=of)), like, BUCKET_MB))
-    return Cost(*map(sum, zip(*hops, strict=True)))
+    """The cost of both hops."""
+    there, back = cost_of_hop(BY_BITS[up].of_own[0]), cost_of_hop(BY_BITS[down].of_own[1])
+    return Cost(there.bytes + back.bytes, there.seconds + back.seconds)
 
 
 @cache
 def of_ddp() -> Cost:
-    return planned(fnddp.allreduce, models.parameters(COSTED), 25.0)
+    return priced(fnddp.lower(fnddp.allreduce, costed()[0], world_size=RANKS, bucket_cap_mb=25, first_bucket_mb=25))
 
 
-def planned(sync: fnddp.Sync, leaves: dict[str, Tensor], bucket_mb: float) -> Cost:
-    plan = fnddp.lower(sync, leaves, world_size=RANKS, bucket_cap_mb=bucket_mb, first_bucket_mb=bucket_mb)
+def priced(plan: fnddp.Plan) -> Cost:
     estimate = plan.estimate(LINK)
     return Cost(estimate.link_bytes, estimate.communication_seconds)
 
@@ -237,11 +278,11 @@ def row_of(arm: Arm, rate: float, gap: Gap) -> Row:
     return Row(arm, theirs.bytes / ours.bytes, ours.seconds / theirs.seconds, rate, gap)
 
 
-def rows_of(found: Found) -> list[Row]:
-    """The loss of each arm above that of the exact mean, by the seeds that both have."""
+def gaps_of(found: Found) -> list[tuple[Arm, float, Gap]]:
+    """The rate of each arm, and its loss above that of the exact mean, by the seeds that both have."""
     exact = ON_BOTH[0]
     base = {seed: loss for (arm, rate, seed), loss in found.items() if arm == exact and rate == best_rate(found, exact)}
-    made: list[Row] = []
+    made: list[tuple[Arm, float, Gap]] = []
     for arm in ARMS:
         gaps: dict[float, Gap] = {}
         for rate in {rate for each, rate, _ in found if each == arm}:
@@ -250,7 +291,7 @@ def rows_of(found: Found) -> list[Row]:
                 gaps[rate] = Gap(tuple(loss - base[seed] for seed, loss in sorted(of.items()) if seed in base))
         if gaps:
             rate = min(gaps, key=lambda rate: gaps[rate].mean)
-            made.append(row_of(arm, rate, gaps[rate]))
+            made.append((arm, rate, gaps[rate]))
     return made
 
 
@@ -294,18 +335,70 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
+# For fnddp.choose_owned.
+
+
+def time_codecs(file: Path) -> None:
+    """Write seconds to encode and decode a byte of float32 on each hop: of the model above, on the first of 8 ranks."""
+    nbytes = sum(leaf.nbytes for leaf in costed()[0].parameters())
+    plans = {text: hop_plans(text, "cpu") for hop in HOPS for text in hop.of_own}
+    seconds = dict.fromkeys(plans, math.inf)
+    for _ in range(ROUNDS):  # of which the fastest counts: other processes take time, and give none
+        for text, of in plans.items():
+            seconds[text] = min(seconds[text], sum(sum(measure_segments(plan, calls=1)) for plan in of))
+        print(" ".join(f"{1e3 * each:.1f}" for each in seconds.values()), "ms", flush=True)
+    rounded = {text: float(f"{each / nbytes:.3g}") for text, each in seconds.items()}
+    file.write_text(json.dumps({"seconds_per_byte": rounded, **where()}, indent=1) + "\n")
+
+
+def packaged(found: Found, times: dict[str, Any]) -> str:
+    """The file of `fnddp.choose_owned`: pairs of hops that were measured, and what encoding takes."""
+    lines: list[str] = []
+    for arm, _, gap in gaps_of(found):
+        if arm.optimizer != ADAMW and math.isfinite(gap.mean):
+            gradients, weights = BY_BITS[arm.up].of_own[0], BY_BITS[arm.down].of_own[1]
+            most = 0.0 if arm == ON_BOTH[0] else round(gap.mean + gap.half, 4)
+            lines.append(json.dumps(Pair(gradients, weights, most)._asdict()))
+    seconds = json.dumps(times["seconds_per_byte"], indent=1)
+    return '{"pairs": [\n' + ",\n".join(lines) + f'\n],\n"seconds_per_byte": {seconds}}}\n'
+
+
+def which(ranks: Sequence[int]) -> str:
+    """What `fnddp.choose_owned` takes on links, as a table; what may lose more only where that is another pair."""
+    lines = ["| ranks | link | nats | gradients | weights | MB | hops and codecs | exact hops |"]
+    lines += ["| --: | --- | --: | --- | --- | --: | --: | --: |"]
+    for n in ranks:
+        every = owned_plans(*costed(), pairs(max(WITHIN)), n)
+        sent = {pair[:2]: (first.link_bytes + sum(x.link_bytes for x in back)) for pair, (first, back) in every.items()}
+        for rate in RATES:
+            taken: dict[tuple[str, str], str] = {}
+            for within in WITHIN:
+                plans = {pair: of for pair, of in every.items() if pair.most <= within}
+                choice = owned_choice(plans, Link.parse(f"{rate}:{LATENCY}"))
+                pair = choice.best.pipeline, choice.best.weights
+                times = " | ".join(milliseconds(each.step(0.0)) for each in (choice.best, choice.costs[0]))
+                row = f"`{pair[0]}` | `{pair[1]}` | {sent[pair] / 1e6:.1f} | {times} |"
+                taken.setdefault(pair, f"| {n} | {WORDS[rate]} | {within:g} | {row}")
+            lines += taken.values()
+    return "\n".join(lines)
+
+
 def report(out: Path, folder: Path, chart: Path) -> None:
     found = found_in(lines_of(out))
-    rows = rows_of(found)
+    rows = [row_of(*each) for each in gaps_of(found)]
     text = table(rows, found)
     (folder / "muon-bits.md").write_text(text + "\n")
     picture.save(partial(draw, rows), chart)
     print(text)
+    data = DATA if folder == RESULTS else folder / DATA.name
+    data.write_text(packaged(found, json.loads(TIMES.read_text())))
+    if folder == RESULTS:
+        (folder / "muon-links.md").write_text(which((2, 8, 32)) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", nargs="?", choices=["train", "report"], default="train")
+    parser.add_argument("command", nargs="?", choices=["train", "times", "report"], default="train")
     parser.add_argument("--quick", action="store_true", help="a few steps of each, into a temporary folder")
     parser.add_argument("--out", type=Path, default=RESULTS / "muon-bits.jsonl", help="lines of json, one a run")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
@@ -318,6 +411,8 @@ def main() -> None:
             report(out, Path(folder), Path(folder) / PICTURE.name)
     elif arguments.command == "train":
         train(arguments.out, replace(characters_task(), steps=STEPS), ARMS, arguments.seeds)
+    elif arguments.command == "times":
+        time_codecs(TIMES)
     else:
         report(arguments.out, arguments.out.parent, PICTURE)
 

@@ -49,6 +49,7 @@ from fnddp.reducers.halves import to_all as to_all
 from fnddp.reducers.halves import to_owners as to_owners
 from fnddp.reducers.hierarchical import hierarchical as hierarchical
 from fnddp.run.choose import choose as choose
+from fnddp.run.choose_owned import choose_owned as choose_owned
 from fnddp.run.measure import measure_backward as measure_backward
 from fnddp.run.measure import measure_segments as measure_segments
 from fnddp.run.vote import StepFailedError as StepFailedError

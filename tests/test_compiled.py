@@ -14,6 +14,7 @@ FIRST_RING = [
     "error_feedback(quantize(two_shot))",  # Inductor's loop split left out ends of leaves
     "error_feedback(bf16(allreduce))",  # Inductor left out casts, and with them the residual
     "topk(qsgd(allgather), k=5, chunk=32)",  # gcc read a sign into products of int32 that overflow
+    "cast(lloyd_max(two_shot, block=24), 'bfloat16')",  # Inductor left out the rounding of what is decoded
 ]
 TRACED = [text for text in EXAMPLES.values() if fnddp.parse(text).traceable]
 
@@ -22,7 +23,8 @@ def assert_alike(sync: fnddp.Sync, got: object, want: object) -> None:
     """Inductor's products and sums differ from eager ones in their last bits."""
     for each, expected in zip(flatten_any(got)[0], flatten_any(want)[0], strict=True):
         if isinstance(each, Tensor):
-            torch.testing.assert_close(each, expected, rtol=1e-3, atol=1e-4)
+            rtol = 1e-2 if each.dtype == torch.bfloat16 else 1e-3
+            torch.testing.assert_close(each, expected, rtol=rtol, atol=1e-4)
     mean, _ = got  # pyright: ignore[reportGeneralTypeIssues]
     for name, each in mean.items():
         if sync.agrees and each is not None:
@@ -31,8 +33,8 @@ def assert_alike(sync: fnddp.Sync, got: object, want: object) -> None:
 
 def inputs_of(rank: int) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(rank)
-    shapes = {"weight": (30, 20), "bias": (317,)}
-    return {name: torch.randn(*shape, generator=random) for name, shape in shapes.items()}
+    leaves = {"weight": torch.randn(30, 20, generator=random), "bias": torch.randn(317, generator=random)}
+    return leaves | {"bias": leaves["bias"].bfloat16()}
 
 
 @pytest.mark.parametrize(

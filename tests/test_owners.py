@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
-from fnddp import Owners, StepFailedError, WireCounter, to_all, to_owners
+from fnddp import Owners, RankMismatchError, StepFailedError, WireCounter, to_all, to_owners
 from fnddp.laws import bits
 from fnddp.reducers.halves import with_halves
 from fnddp.simulation.ranks import RankFailed
@@ -331,6 +331,28 @@ def test_an_error_in_the_step_of_an_owner_is_one_on_all_ranks(rank: int):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 24)], ids=["messages of one size", "of two sizes"])
+def test_ranks_that_step_optimizers_in_another_order_are_told_before_anything_changes(
+    rank: int, sizes: tuple[int, int]
+):
+    model = nn.Sequential(nn.Linear(16, sizes[0], bias=False), nn.Linear(16, sizes[1], bias=False))
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    wrapped = fnddp.own(model, [first, second], **FEW_BITS)
+    for step in range(3):
+        wrapped(torch.full((2, 16), rank + 1.0)).square().mean().backward()
+        before = bits(weights(model))
+        if step == 1:
+            with pytest.raises(RankMismatchError, match=f"steps SGD, optimizer {rank} of 2, while ranks step others"):
+                (second if rank else first).step()
+            assert bits(weights(model)) == before
+        first.step()
+        second.step()
+        wrapped.zero_grad()
+        require_same_on_ranks(model)
+        assert bits(weights(model)) != before
+
+
+@on_ranks(2)
 def test_hooks_behind_a_step_see_the_weights_of_all_owners(rank: int):
     """Such as an average of weights. An error of one is that of its rank: the step is over."""
     owned, seen = Owned(EXACT), list[dict[str, Tensor]]()
@@ -460,7 +482,7 @@ def test_models_and_optimizers_that_do_not_fit_are_refused_on_all_ranks(rank: in
         (other, torch.optim.LBFGS(other.parameters()), {}, TypeError, "closure"),
         (model, [muon, adamw], {"gradients": "allreduce"}, TypeError, "give two_shot"),
         (model, [muon, adamw], {"gradients": "ef21(quantize(two_shot))"}, TypeError, "because of ef21"),
-        (model, [muon, adamw], {"gradients": "auto"}, TypeError, "choose one yourself"),
+        (model, [muon, adamw], {"gradients": "auto"}, TypeError, "name one yourself"),
         (model, [muon, adamw], {"weights": "quantize(two_shot)"}, TypeError, "give allgather"),
         (model, [muon, adamw], {"weights": "ef21(allgather)"}, TypeError, "differences"),
         (model, [muon, adamw], {"cost": lambda *_: float("nan")}, ValueError, "'layers.0.weight' is nan"),

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fnddp.adapters.module.steps import Steps
 from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.core import collectives
-from fnddp.core.agreement import agree
+from fnddp.core.agreement import RankMismatchError, agree
 from fnddp.core.codec import Codec
 from fnddp.core.group import Group, group_name
 from fnddp.core.parse import pipeline_of
@@ -32,6 +32,7 @@ from fnddp.reducers.carriers import all_gather, two_shot_mean
 from fnddp.reducers.halves import Owners, to_all, to_owners, with_halves
 from fnddp.run.choose import AUTO
 from fnddp.run.engine import Engine, fail_next
+from fnddp.run.hops import codecs_of, default_cap_mb, owners_of, parameters_of, to_their_owners
 from fnddp.run.step import Synchronized
 from fnddp.run.vote import StepFailedError
 from fnddp.schedules.choose import partition, warmup
@@ -39,19 +40,7 @@ from fnddp.torch_private import between_step_hooks, optimizers_in_backward
 from fnddp.transforms.cast import cast
 from fnddp.transforms.memory import ef21, error_feedback
 from fnddp.wire import control
-from fnddp.wire.groups import live_group
-
-ELEMENTWISE = frozenset(
-    {
-        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
-        *(torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop),
-        torch.optim.ASGD,
-    }
-)
-"""Optimizers that compute each element by itself, so that a leaf may have several owners, of rows."""
-
-CUT = 2**14
-"""Elements from which a leaf is cut by rows."""
+from fnddp.wire.groups import live_group, world_size
 
 CODECS = "codecs."
 WEIGHTS = "weights."
@@ -119,7 +108,7 @@ class _Sharded:
         self.optimizer, self.parameters, self.owners = optimizer, dict(parameters), owners
         self.rank = collectives.rank(group)
         self.sends_differences = isinstance(weights, ef21)
-        codecs = weights.inner if isinstance(weights, ef21) else weights
+        codecs = codecs_of(weights)
         self._is_exact = isinstance(codecs, all_gather)  # nothing is lost on the way
         self.is_apart = not (self._is_exact and dtype in (None, *{p.dtype for p in self.parameters.values()}))
         self.own: dict[str, nn.Parameter] = {}
@@ -293,9 +282,8 @@ class OwnerDataParallel(DistributedDataParallel):
         master_dtype: torch.dtype | None,
         **options: Any,
     ) -> None:
-        whole = [pair for each in owners for pair in each.whole]
-        shapes = tuple((name, p.shape) for name, p in module.named_parameters() if p.requires_grad)
-        self._half = to_owners(owners=Owners(owners[0].n, shapes, tuple(whole)))
+        leaves = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._half = to_their_owners(leaves, owners)
         super().__init__(module, sync=gradients, **options)
         self._steps.receive, self._steps.found = self._receive, self._note_nonfinite  # pyright: ignore
         self._is_nonfinite: Tensor | bool = False
@@ -332,6 +320,7 @@ class OwnerDataParallel(DistributedDataParallel):
     def _step(self, sharded: _Sharded, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._steps.settle()
         self._steps.require_same_world()
+        self._require_same_optimizer(sharded)
         is_over = False
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -356,6 +345,21 @@ class OwnerDataParallel(DistributedDataParallel):
                 sharded.engine.fail(error)
                 self._engine.broken = error
             raise
+
+    def _require_same_optimizer(self, sharded: _Sharded) -> None:
+        """Raise a RankMismatchError on all ranks, before anything changes, where they do not step the same optimizer.
+
+        Messages of two optimizers may have one size, and would then be taken for each other's.
+        """
+        if len(self._sharded) == 1 or world_size(self._group) == 1:
+            return
+        place = self._sharded.index(sharded)
+        last, first = control.highest_of([place, -place], self._group)
+        if last != -first:
+            raise RankMismatchError(
+                f"own: this rank steps {type(sharded.optimizer).__name__}, optimizer {place} of {len(self._sharded)}, "
+                f"while ranks step others, from {-first} to {last}; step the same ones in the same order on all ranks"
+            )
 
     def _send(self, sharded: _Sharded) -> None:
         try:
@@ -724,9 +728,9 @@ def own(
     def set_up() -> dict[str, str]:
         _require_plain(model)
         pipelines = _gradients(gradients), _weights(weights)
-        named = _parameters_of(model, optimizers)
+        named = parameters_of("own", model, optimizers)
         n = collectives.world_size(group)
-        owners = [_owners(each, of, n, cost, cut) for each, of in zip(named, optimizers, strict=True)]
+        owners = [owners_of(each, of, n, cost, cut) for each, of in zip(named, optimizers, strict=True)]
         made.append((named, owners, *pipelines))
         lines = {"gradients": repr(pipelines[0].over(None)), "weights": repr(pipelines[1].over(None))}
         for i, (each, of) in enumerate(zip(named, optimizers, strict=True)):
@@ -740,7 +744,7 @@ def own(
     agree(set_up, group)
     named, owners, first, second = made[-1]
     if bucket_cap_mb is None:
-        bucket_cap_mb = max(25.0, 12.5 * owners[0].n)
+        bucket_cap_mb = default_cap_mb(owners[0].n)
     live = None if group is None else live_group(group)
     return OwnerDataParallel(
         model,
@@ -776,8 +780,8 @@ def _require_plain(model: nn.Module) -> None:
 def _gradients(sync: str | Sync) -> Sync:
     if sync == AUTO:
         raise TypeError(
-            "own: gradients='auto' measures pipelines that give every rank a mean; choose one yourself: docs/owners.md "
-            "compares them"
+            "own: gradients='auto' measures pipelines that give every rank a mean; name one yourself, such as those of "
+            "fnddp.choose_owned, for a link that is written down"
         )
     sync = pipeline_of("own: gradients", sync)
     for each in all_in(sync):
@@ -804,64 +808,6 @@ def _weights(sync: str | Sync) -> Sync:
     if isinstance(sync, ef21) and (sync.eta != 1 or isinstance(inner, all_gather)):
         raise TypeError(f"own: weights={sync!r}: ef21 sends differences through codecs here, without an average (eta)")
     return sync
-
-
-def _parameters_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, nn.Parameter]]:
-    """Return the parameters of each optimizer that require a gradient, by name, in the order of the model."""
-    if not optimizers:
-        raise ValueError("own: there is no optimizer; give one, or several")
-    of: dict[int, int] = {}
-    model_has = {id(p) for p in model.parameters()}
-    for i, optimizer in enumerate(optimizers):
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise TypeError("own: LBFGS evaluates a closure, and mixes all leaves; there is no owner of one leaf")
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if id(p) not in model_has:
-                    raise ValueError(
-                        f"own: {type(optimizer).__name__} has a parameter of shape {tuple(p.shape)} that is not the "
-                        "model's; make the optimizer of model.parameters(), before own"
-                    )
-                if id(p) in of:
-                    raise ValueError(
-                        f"own: a parameter of shape {tuple(p.shape)} is in two optimizers, of which each would update "
-                        "it; leave it in one"
-                    )
-                of[id(p)] = i
-    named: list[dict[str, nn.Parameter]] = [{} for _ in optimizers]
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        if id(p) not in of:
-            raise ValueError(f"own: {name!r} is in no optimizer, so no rank would update it; add it, or freeze it")
-        named[of[id(p)]][name] = p
-    for optimizer, each in zip(optimizers, named, strict=True):
-        if not each:
-            raise ValueError(f"own: {type(optimizer).__name__} has no parameter that requires a gradient; leave it out")
-    return named
-
-
-def _owners(
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    n: int,
-    cost: Callable[[str, nn.Parameter], float] | None,
-    cut: bool,
-) -> Owners:
-    is_muon = "muon" in type(optimizer).__name__.lower()
-    if cost is not None:
-        costs = {name: float(cost(name, p)) for name, p in parameters.items()}
-        for name, each in costs.items():
-            if not 0 <= each < math.inf:
-                raise ValueError(f"own: the cost of {name!r} is {each}; return a number that is not negative")
-    else:
-        costs = {n: float(p.numel() * (min(p.shape) if is_muon and p.ndim == 2 else 1)) for n, p in parameters.items()}
-    apart: set[str] = set()
-    if cut and n > 1 and type(optimizer) in ELEMENTWISE:
-        for name, p in parameters.items():
-            if p.ndim and p.numel() >= CUT and -p.shape[0] % n <= p.shape[0] / 16:
-                apart.add(name)
-    return Owners.of(parameters, n, costs, apart)
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:

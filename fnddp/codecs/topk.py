@@ -12,7 +12,7 @@ from fnddp.codecs.packing import INDEX_DTYPES, block_size, blocks_of, in_blocks,
 from fnddp.core import tree
 from fnddp.core.codec import Carrying, Codec, Layer, Payload, takes_averages, wide
 from fnddp.core.layout import in_format_of
-from fnddp.core.opaque import shortened
+from fnddp.core.opaque import rounded, shortened
 from fnddp.core.options import Share, at_least, one_of, require_share
 from fnddp.core.sync import Exchange, State, transform
 from fnddp.core.tree import Leaves, Tree
@@ -140,7 +140,7 @@ class dct_topk(Codec):
         coefficients = (cosines(height, tiles) @ tiles @ cosines(width, tiles).mT).flatten(-2)
         indices = _ranked(coefficients.abs()).topk(min(self.k, height * width), sorted=False).indices
         return {
-            "values": (coefficients.gather(-1, indices) / _range(height, width)).to(x.dtype),
+            "values": rounded(coefficients.gather(-1, indices) / _range(height, width), x.dtype),
             "indices": pack_indices(indices, height * width, self.index),
         }
 
@@ -185,10 +185,10 @@ def _ranked(magnitudes: Tensor) -> Tensor:
     # The bits of floats that are not negative are in the order of the floats: the upper ones are rounded to nearest,
     # the lower ones replaced.
     as_ints, lower = (torch.int64, 41) if magnitudes.dtype == torch.float64 else (torch.int32, 12)
-    rounded = reinterpreted(magnitudes, as_ints) + (1 << lower - 1)
+    upper = reinterpreted(magnitudes, as_ints) + (1 << lower - 1)
     places = magnitudes.shape[-1]
     place = torch.arange(places, dtype=torch.int64, device=magnitudes.device) * (1 << lower) // max(places, 1 << lower)
-    return (rounded | (1 << lower) - 1) - place.to(as_ints)
+    return (upper | (1 << lower) - 1) - place.to(as_ints)
 
 
 def _range(height: int, width: int) -> int:

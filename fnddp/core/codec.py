@@ -17,7 +17,7 @@ from torch import Tensor
 from fnddp.core import collectives, layout, random
 from fnddp.core.expression import CHECKS
 from fnddp.core.group import group_name
-from fnddp.core.opaque import shortened
+from fnddp.core.opaque import rounded, shortened
 from fnddp.core.sync import Exchange, Reducer, Replicated, State, Sync, require_state, require_sync
 from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 from fnddp.device import device_of
@@ -226,7 +226,7 @@ def _encode_part(layers: Layers, part: Tensor, dims: int, key: Key, length: Tens
     inner = encode(layers, part.reshape(*part.shape[:dims], -1), key, length)
 
     def decode(payload: Payload) -> Tensor:
-        return inner.decode(payload).to(part.dtype).reshape(-1, *part.shape[1:])
+        return rounded(inner.decode(payload), part.dtype).reshape(-1, *part.shape[1:])
 
     return Encoded(inner.payload, decode)
 
@@ -263,7 +263,7 @@ class Carrier(Reducer, Carrying):
         means, sents, state = self.carry_flat(layers, {path: wire.reshape(-1) for path, wire in wires.items()}, state)
         for path, wire in wires.items():
             for into, value in ((mean, means[path]), (sent, sents[path])):
-                into[path] = layout.from_wire(value.to(wire.dtype).view(wire.shape), leaves[path])
+                into[path] = layout.from_wire(rounded(value, wire.dtype).view(wire.shape), leaves[path])
         return Exchange({path: mean[path] for path in leaves}, {path: sent[path] for path in leaves}, state)
 
     @abc.abstractmethod

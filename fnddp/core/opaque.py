@@ -43,15 +43,15 @@ def shortened(x: Tensor, n: int) -> Tensor:
     return SHORTENED(x, n) if _is_compiled() else x[..., :n]
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x.to(dtype)`, rounded where `dtype` has fewer digits, whatever comes next.
+def rounded(x: Tensor, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
+    """Return `x.to(dtype, copy=copy)`, rounded where `dtype` has fewer digits, whatever comes next.
 
     Inductor leaves out a cast to 16 bits and back, and error feedback would find no loss.
 
     >>> rounded(torch.tensor(1 / 3), torch.bfloat16)
     tensor(0.3340, dtype=torch.bfloat16)
     """
-    return ROUNDED(x, dtype) if x.dtype != dtype and _is_compiled() else x.to(dtype)
+    return ROUNDED(x, dtype) if x.dtype != dtype and _is_compiled() else x.to(dtype, copy=copy)
 
 
 def product(x: Tensor, factor: int) -> Tensor:

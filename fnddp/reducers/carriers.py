@@ -8,7 +8,7 @@ from torch import Tensor
 from fnddp.core import collectives, layout, tree
 from fnddp.core.codec import Carrier, Encoded, Key, Layers, added_up, batches_of, encode, exchanged, wide
 from fnddp.core.group import Group, group_name
-from fnddp.core.opaque import shortened
+from fnddp.core.opaque import rounded, shortened
 from fnddp.core.sync import Local, Remembered, State, registry, require_state, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
 from fnddp.reducers.halves import at_owners, of_owners
@@ -142,7 +142,7 @@ class two_shot_mean(Carrier):
                 total = batch.cleared(total, {path: _own(leaves[path], n, rank) for path in batch.paths})
             if self.server_memory:
                 total = total + batch.join({path: state.residual[path].unsqueeze(0) for path in batch.paths})
-            second[name] = encode(layers, total.to(batch.x.dtype), Key(f"{name} again", rank), own)
+            second[name] = encode(layers, rounded(total, batch.x.dtype), Key(f"{name} again", rank), own)
             lost[name] = second[name].decode(second[name].payload) - total
         means = of_owners(second, group)
 

@@ -23,7 +23,7 @@ from fnddp.core.codec import (
     exchanged,
 )
 from fnddp.core.group import Group, group_name
-from fnddp.core.opaque import shortened
+from fnddp.core.opaque import rounded, shortened
 from fnddp.core.sync import Exchange, State, Sync, transform
 from fnddp.core.tree import Leaves, is_inexact
 from fnddp.wire.groups import current
@@ -212,7 +212,7 @@ class to_owners(_Half):
         for path, wire in wires.items():
             begin, end = owners.rows(path, rank)
             like = leaves[path]
-            own = flat[path].to(wire.dtype)
+            own = rounded(flat[path], wire.dtype)
             if owners.owner(path) == rank:
                 mean[path] = layout.from_wire(own.view(wire.shape), like)
                 continue
@@ -226,7 +226,7 @@ class to_owners(_Half):
             for name, batch in of_rows.items():
                 decoded |= batch.split(in_rows[name].decode(in_rows[name].payload))
             for path, wire in wires.items():
-                own = shortened(decoded[path].reshape(-1), wire.numel()).to(wire.dtype).view(wire.shape)
+                own = rounded(shortened(decoded[path].reshape(-1), wire.numel()), wire.dtype).view(wire.shape)
                 sent[path] = layout.from_wire(own, leaves[path])
         else:
             sent |= {path: leaves[path] for path in wires}
@@ -307,7 +307,7 @@ def _gathered(layers: Layers, leaves: Leaves, owners: Owners, group: str | None,
     whole: Leaves = {}
     for path, wire in wires.items():
         shape = [*owners.shape(path), *((2,) if leaves[path].is_complex() else ())]
-        made = shortened(flat[path].reshape(-1), math.prod(shape)).to(wire.dtype).view(shape)
+        made = rounded(shortened(flat[path].reshape(-1), math.prod(shape)), wire.dtype).view(shape)
         if leaves[path].shape == owners.shape(path):
             whole[path] = layout.from_wire(made, leaves[path])
         else:

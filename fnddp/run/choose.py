@@ -83,17 +83,21 @@ class Cost:
         wire_seconds: Time of its collectives, one after the other.
         last_seconds: Of that, the time of its last bucket, which begins when backward ends.
         codec_seconds: Time to encode and decode, within a step.
+        weights: The pipeline of the second hop, of weights, as text; "" for a mean, which has none.
+        weights_seconds: Time of the second hop's collectives, which hide behind nothing.
     """
 
     pipeline: str
     wire_seconds: float
     last_seconds: float
     codec_seconds: float
+    weights: str = ""
+    weights_seconds: float = 0.0
 
     def step(self, backward_seconds: float) -> float:
         """Return the time of a step in which all but the last bucket hides, and forward takes half of backward."""
         communicated = max(backward_seconds + self.last_seconds, self.wire_seconds)
-        return 0.5 * backward_seconds + communicated + self.codec_seconds
+        return 0.5 * backward_seconds + communicated + self.weights_seconds + self.codec_seconds
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,11 @@ class Choice:
     @property
     def taken(self) -> str:
         """The pipeline, as text."""
-        if not self.costs:
-            return repr(allreduce)
+        return self.best.pipeline if self.costs else repr(allreduce)
+
+    @property
+    def best(self) -> Cost:
+        """The costs of the pipeline that is taken, of those that there are."""
         # Ratios are largest where backward takes no time, or just hides all collectives of a pipeline but the last.
         backwards = (
             [0.0, *(each.wire_seconds - each.last_seconds for each in self.costs)]
@@ -125,7 +132,7 @@ class Choice:
             return max((each.step(backward) / best for backward, best in least if best), default=1.0)
 
         plain, best = self.costs[0], min(self.costs, key=regret)
-        return (plain if regret(plain) <= (1 + MARGIN) * regret(best) else best).pipeline
+        return plain if regret(plain) <= (1 + MARGIN) * regret(best) else best
 
     def slowest(self, others: "Sequence[Choice]") -> "Choice":
         """Return the choice by the largest costs of each pipeline; by none if one of the groups has none."""

@@ -52,6 +52,9 @@ _numbers = itertools.count()
 # Open steps by process group, or by another wire: the only object that engines of unrelated models share.
 _open: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Step]]]" = weakref.WeakKeyDictionary()
 
+# How many engines have connected on each.
+_connected: "weakref.WeakKeyDictionary[Any, itertools.count[int]]" = weakref.WeakKeyDictionary()
+
 
 class Engine:
     """Run `sync` on `leaves` in consecutive steps: `begin`, a `put` for each gradient, `agree`, `commit`.
@@ -123,6 +126,7 @@ class Engine:
         self._epoch = 0  # epoch of an elastic wire in which this rank was last consistent with the others
         self._notices: tuple[Callable[[], bool], ...] = ()  # `Step.notice` of the last step, on an accelerator
         self._is_connected = False
+        self._places: dict[str | None, int] = {}  # among engines of a process group, in the order in which they connect
 
     @property
     def is_open(self) -> bool:
@@ -210,7 +214,7 @@ class Engine:
 
     def _begin(self, weight: Weight | None, scale: float) -> Step:
         program = self._choose()
-        vote = None if program.groups is None else Vote(self.leaves, program.wire, program.groups, program.device)
+        vote = self._vote_of(program)
         lines = [_open_on(self.line_of(group)) for group in (() if vote is None else vote.groups)]
         ahead = dict.fromkeys(step for line in lines for step in (entry() for entry in line) if step is not None)
         self.step = step = Step(
@@ -284,10 +288,11 @@ class Engine:
                 "be desynchronized; restart from a checkpoint, with the process group set up again"
             ) from self.broken
 
-    def connect(self) -> None:
+    def connect(self, *, by_all: bool = True) -> None:
         """Connect the process groups that steps use, if that is still to be done. All ranks call it when they set up.
 
         The first step could be too late: models that share a backward may begin their steps in another order on a rank.
+        `by_all` is False where only this rank may call it, which then has no place among the engines of a group yet.
         """
         if self._is_connected:
             return
@@ -296,15 +301,28 @@ class Engine:
                 require_carried(self.device, live_group(group))
         if not device_of(self.device).is_asynchronous:
             with_dedicated_groups(self.wire, self.groups)
+        if by_all:
+            self._take_places()
         self._is_connected = True
+
+    def _take_places(self) -> None:
+        if not self._places and not isinstance(self.wire, Elastic):  # a rank that comes back there has set up fewer
+            for group in (group for group in self.groups if self.wire.size(group) > 1):
+                self._places[group] = next(_connected.setdefault(self.line_of(group), itertools.count()))
 
     def vote_of_weights(self) -> Vote | None:
         """Return a vote for steps that begin with an exchange of weights, if a rank can fail the next step by it."""
         if self.begins_without_weights:
             return None
         program = self._choose()
-        vote = None if program.groups is None else Vote(self.leaves, program.wire, program.groups, program.device)
+        vote = self._vote_of(program)
         return vote if vote is not None and vote.is_refusable else None
+
+    def _vote_of(self, program: Program) -> Vote | None:
+        if program.groups is None:
+            return None
+        self._take_places()
+        return Vote(self.leaves, program.wire, program.groups, program.device, self._places)
 
     @property
     def begins_without_weights(self) -> bool:
@@ -350,7 +368,7 @@ class Engine:
         """
         self.follow(before)
         self._exchanges_weights = before._exchanges_weights
-        self.number, self.begun = before.number, before.begun
+        self.number, self.begun, self._places = before.number, before.begun, before._places
         self.steps, self.failed_steps = before.steps, before.failed_steps
         if before._measured_from is not None:
             self._observer.measures, self._measured_from = True, self.steps
@@ -363,7 +381,8 @@ class Engine:
         self.follow(before)
         if list(self.leaves) != list(before.leaves):
             return False
-        self.number, self._order, self._dropped = before.number, before._order, before._dropped
+        self.number, self._places = before.number, before._places
+        self._order, self._dropped = before._order, before._dropped
         self.learns_order &= before.learns_order
         self._exchanges_weights = before._exchanges_weights
         return True

@@ -1,18 +1,20 @@
-"""The vote by which a step has the same outcome on all ranks: each rank sends four flags and one for each leaf.
+"""The vote by which a step has the same outcome on all ranks: each rank sends six flags and one for each leaf.
 
 The vote follows the last collective. In steps with weights, ranks exchange these before the first collective.
 """
 
 import math
 import traceback
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fnddp.core.agreement import RankMismatchError
 from fnddp.device import Device
 from fnddp.wire.control import first_over, gather_over, gathering, result_of
 from fnddp.wire.groups import rank
@@ -48,15 +50,25 @@ class Vote:
     with weights, call `weigh` and `scale` before the first collective.
 
     Groups that have other ranks, `groups`, vote one after the other. Weights are exchanged in the first group given.
+
+    `places` has the number of the engine on a group, the same on all ranks of it, where that is known: messages of two
+    models may have one size, and ranks that come to them in another order would take one's for the other's.
     """
 
-    def __init__(self, leaves: Iterable[str], wire: Wire, groups: Sequence[str | None], device: Device) -> None:
-        self._leaves, self._wire, self._device = leaves, wire, device
+    def __init__(
+        self,
+        leaves: Iterable[str],
+        wire: Wire,
+        groups: Sequence[str | None],
+        device: Device,
+        places: Mapping[str | None, int] | None = None,
+    ) -> None:
+        self._leaves, self._wire, self._device, self._places = leaves, wire, device, places or {}
         self.groups = [group for group in groups if wire.size(group) > 1]
         self._weight_group = groups[0] if groups else None
         self._absent: frozenset[str] = frozenset()
         self._weight: Weight | None = None
-        self._flags: Tensor | None = None  # flags of all ranks, [ranks, 4 + leaves], or weights, [ranks, 1]
+        self._flags: Tensor | None = None  # flags of all ranks, [ranks, 6 + leaves], or weights, [ranks, 1]
         self._is_over = False  # the host has waited for them
         self._is_nonfinite: Tensor | bool = False  # on any rank, once that is known
         self._work: Work | None = None
@@ -171,15 +183,16 @@ class Vote:
         if self.groups:
             has_weight, has_none = weight is not None, weight is None and not failed
             known = nonfinite if isinstance(nonfinite, bool) else False
-            flags = [failed, has_weight, has_none, known, *(path not in absent for path in self._leaves)]
+            place = self._place_in(self.groups[0])
+            flags = [failed, has_weight, has_none, False, known, place, *(path not in absent for path in self._leaves)]
             with _named_failures():
                 sent = self._device.of_host(flags, torch.uint8)
                 if isinstance(nonfinite, Tensor):
-                    sent[3] = nonfinite
+                    sent[4] = nonfinite
                 self._start(sent, self.groups[0])
                 if self._device.is_asynchronous:  # gather from all groups, even if this rank will not read the result
                     for group in self.groups[1:]:
-                        self._start(self._gathered().amax(0), group)
+                        self._start(self._highest(group), group)
 
     def outcome(self) -> frozenset[str]:
         """Return the leaves that have arrived on no rank.
@@ -190,20 +203,28 @@ class Vote:
         Raises:
             StepFailedError: Another rank has failed, and all ranks raise. Not on an accelerator.
             CollectiveError: Another rank has died, left or hangs; on an accelerator also: failed, or gave no weight.
+            RankMismatchError: On all ranks: they end steps of different engines. Not on an accelerator.
             ValueError: On all ranks: some have given a weight, and others none. Not on an accelerator.
         """
         absent = self._absent
         if self._work is None or (self._device.is_asynchronous and not absent and self._weight is None):
             return frozenset() if self.groups else absent
-        failed, has_weight, has_none, nonfinite, *used = self._complete()
+        failed, has_weight, has_none, is_of_others, nonfinite, _, *used = self._complete()
         self._is_nonfinite = bool(nonfinite)
         is_mixed = has_weight and has_none
-        if failed and self._device.is_asynchronous:
+        if (failed or is_of_others) and self._device.is_asynchronous:
             raise CollectiveError("another rank has failed in this step; see its own error")
         if is_mixed and self._device.is_asynchronous:
             raise CollectiveError("weight: all ranks must give one in a step, or none, but only some ranks gave one")
         if failed:
             raise StepFailedError(self._explanation(None))
+        if is_of_others:
+            raise RankMismatchError(
+                f"ranks have ended steps of different models at once: that of this rank is number "
+                f"{self._place_in(self.groups[0])} of those that synchronize on their process group, in the order in "
+                "which they were set up. State and parameters are unchanged on all ranks, and gradients are not "
+                "synchronized; run models in one order on all ranks, or give each a process group of its own"
+            )
         if is_mixed:
             raise self._refusal()
         return frozenset(path for path, is_used in zip(self._leaves, used, strict=True) if not is_used)
@@ -214,7 +235,7 @@ class Vote:
         On an accelerator a scalar there, for which the current stream waits, and not the host.
         """
         if isinstance(self._is_nonfinite, Tensor) and self.groups and not self._is_over:
-            return self._gathered()[:, 3].amax() > 0
+            return self._gathered()[:, 4].amax() > 0
         return self._is_nonfinite
 
     def notice(self) -> Callable[[], bool] | None:
@@ -224,11 +245,11 @@ class Vote:
         """
         if not self.groups or self._is_over:
             return None
-        flags = self._device.to_host(self._gathered()[:, :3].amax(0))
+        flags = self._device.to_host(self._highest()[:4])
 
         def has_failed() -> bool:
-            failed, has_weight, has_none = flags()
-            return bool(failed or (has_weight and has_none))
+            failed, has_weight, has_none, is_of_others = flags()
+            return bool(failed or is_of_others or (has_weight and has_none))
 
         return has_failed
 
@@ -260,13 +281,24 @@ class Vote:
             self._work = None
         return self._flags
 
+    def _place_in(self, group: str | None) -> int:
+        return self._places.get(group, 0) % 256
+
+    def _highest(self, following: str | EllipsisType | None = ...) -> Tensor:
+        """Return the maximum of each flag over the ranks that have voted; with the place in a group that votes next."""
+        flags = self._gathered()
+        highest = flags.amax(0)
+        highest[3] |= flags[:, 5].amin() != highest[5]
+        if following is not ...:
+            highest[5] = self._place_in(following)
+        return highest
+
     def _complete(self) -> list[int]:
         """Return the maximum of each flag over all ranks."""
         with _named_failures():
-            flags = self._gathered().amax(0)
             for group in () if self._device.is_asynchronous else self.groups[1:]:
-                self._start(flags, group)
-                flags = self._gathered().amax(0)
+                self._start(self._highest(group), group)
+            flags = self._highest()
         self._is_over = True
         return flags.tolist()
 

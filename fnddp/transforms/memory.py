@@ -7,6 +7,7 @@ import torch
 
 from fnddp.core import tree
 from fnddp.core.codec import wide_zeros
+from fnddp.core.opaque import rounded
 from fnddp.core.options import Limit
 from fnddp.core.sync import (
     Exchange,
@@ -105,7 +106,7 @@ class error_feedback(Memory):
             # Two operations, each rounded: a fused one is rounded differently under vmap.
             residual = state.residual[path] if self.decay == 1 else self.decay * state.residual[path]
             whole[path] = leaves[path] + residual
-        x = {path: whole[path].to(leaf.dtype) if path in whole else leaf for path, leaf in leaves.items()}
+        x = {path: rounded(whole[path], leaf.dtype) if path in whole else leaf for path, leaf in leaves.items()}
         inner = self.inner.exchange(x, state.inner)
         residual = {path: each - inner.sent[path] for path, each in whole.items()}
         return replaced(inner, state=ErrorFeedbackState(residual, inner.state))
@@ -167,7 +168,7 @@ class momentum_correction(Memory):
         paths = _remembered(self, leaves, state.u, state.v)
         u = {path: leaves[path] + self.momentum * state.u[path] for path in paths}
         v = {path: state.v[path] + u[path] for path in paths}
-        x = {path: v[path].to(leaf.dtype) if path in v else leaf for path, leaf in leaves.items()}
+        x = {path: rounded(v[path], leaf.dtype) if path in v else leaf for path, leaf in leaves.items()}
         inner = self.inner.exchange(x, state.inner)
         v = {path: v[path] - inner.sent[path] for path in paths}
         if self.masking:
@@ -242,8 +243,8 @@ class ef21(Memory):
         mean, sent = dict(c.mean), dict(c.sent)
         for path in paths:
             # Copies, so that in-place operations on an output do not change the state.
-            mean[path] = mean_h[path].to(leaves[path].dtype, copy=True)
-            sent[path] = h[path].to(leaves[path].dtype, copy=True)
+            mean[path] = rounded(mean_h[path], leaves[path].dtype, copy=True)
+            sent[path] = rounded(h[path], leaves[path].dtype, copy=True)
         return Exchange(mean, sent, EF21State(h, mean_h, v if self.eta < 1 else {}, c.state))
 
 
@@ -321,8 +322,10 @@ class shared_momentum(Sync):
             x[path] = self.beta * m + (1 - self.beta) * leaves[path].to(m.dtype)
         inner = self.inner.exchange(x, state.inner)
         # Copies, so that in-place operations on an output do not change the state.
-        mean = {path: each.to(leaves[path].dtype, copy=path in state.momentum) for path, each in inner.mean.items()}
-        sent = {path: each.to(leaves[path].dtype) for path, each in inner.sent.items()}
+        mean = {
+            path: rounded(each, leaves[path].dtype, copy=path in state.momentum) for path, each in inner.mean.items()
+        }
+        sent = {path: rounded(each, leaves[path].dtype) for path, each in inner.sent.items()}
         momentum = {path: inner.mean[path] for path in state.momentum}
         return Exchange(mean, sent, SharedMomentumState(momentum, inner.state))
 

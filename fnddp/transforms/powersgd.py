@@ -181,7 +181,7 @@ class powersgd(Sync):
         stacks, m = self._matrices(leaves)
         hat = self._bases(leaves, stacks, basis)
         sent = {path: m[path] @ hat[path] if sends_p else hat[path].mH @ m[path] for path in m}  # [rows, rank] or mH
-        payload = {**leaves, **{path: sent[path].to(leaves[path].dtype) for path in m}}
+        payload = {**leaves, **{path: rounded(sent[path], leaves[path].dtype) for path in m}}
         inner = self.inner.exchange(payload, state.p_round if sends_p else state.q_round)
         rows = {path: _compute(inner.mean[path]).mH if sends_p else inner.mean[path] for path in m}
         following = _unit_columns(stacks, rows, _rows_of(stacks, last))
@@ -284,7 +284,7 @@ def _compute(tensor: Tensor) -> Tensor:
 
 
 def _leaf_of(matrix: Tensor, like: Tensor) -> Tensor:
-    return in_format_of(like, matrix.to(like.dtype).reshape(like.shape))
+    return in_format_of(like, rounded(matrix, like.dtype).reshape(like.shape))
 
 
 def _rows_of(stacks: Stacks, factors: Leaves) -> list[Tensor]:

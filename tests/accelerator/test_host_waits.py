@@ -179,15 +179,17 @@ def by_outer_steps(rank: int, device: str, x: Tensor, text: str) -> Callable[[in
     return step
 
 
-def by_owners(rank: int, device: str, x: Tensor, weights: str) -> Callable[[int], None]:
+def by_owners(rank: int, device: str, x: Tensor, weights: str, n: int) -> Callable[[int], None]:
     net = made(device)
-    optimizer = sgd(net)
-    model = fnddp.own(net, optimizer, weights=weights)
+    parameters = list(net.parameters())
+    optimizers = [torch.optim.SGD(parameters[i::n], lr=0.1) for i in range(n)]
+    model = fnddp.own(net, optimizers, weights=weights)
 
     def step(_: int) -> None:
-        optimizer.zero_grad()
+        model.zero_grad()
         model(x).square().mean().backward()
-        optimizer.step()
+        for each in optimizers:
+            each.step()
 
     return step
 
@@ -220,6 +222,7 @@ def run(rank: int, device: str, way: Callable[..., Any], given: tuple[Any, ...])
 NOTICE, SUM = "run/vote.py event", "run/vote.py copy to the host"  # of the vote of the step before; of this one's flags
 ITEM = "item"  # of torch's own
 BEFORE = {NOTICE: 1}
+COMPARED = {f"wire/control.py copy {way} the host": 2 for way in ("from", "to")}  # which of several optimizers steps
 TEXTS = [FEEDBACK, "error_feedback(powersgd(allreduce, rank=1, min_compression_rate=0))", "quantize(two_shot)"]
 CLIPPED = ["clip_by_global_norm(fp16(allreduce), max_norm=1.0)", f"skip_nonfinite({FEEDBACK})"]
 # Ranks, a way and its arguments, and what the host waits for in a step: on all ranks, or on each.
@@ -242,7 +245,13 @@ ROWS: list[tuple[int, Callable[..., Any], tuple[Any, ...], Any]] = [
     (4, by_both_axes, (), BEFORE),
     (2, by_outer_steps, ("diloco(allreduce, every=4)",), BEFORE),
     (2, by_outer_steps, ("streaming_diloco(allreduce, every=4, fragments=2, delay=1)",), {NOTICE: 4}),  # two exchanges
-    *((2, by_owners, (weights,), {NOTICE: 2}) for weights in ("allgather", "ef21(fp16(allgather))")),
+    *((2, by_owners, (weights, 1), {NOTICE: 2}) for weights in ("allgather", "ef21(fp16(allgather))")),
+    (
+        2,
+        by_owners,
+        ("allgather", 2),
+        {NOTICE: 3, **{f"wire/control.py copy {way} the host": 2 for way in ("from", "to")}},
+    ),
 ]
 
 

@@ -1,0 +1,127 @@
+"""The two hops of sharded optimizers: the owner of each parameter, and what travels to owners and back."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fnddp.core.sync import Sync
+from fnddp.plan.lower import lower
+from fnddp.plan.plan import Plan
+from fnddp.reducers.halves import Owners, to_all, to_owners, with_halves
+from fnddp.transforms.memory import ef21
+
+ELEMENTWISE = frozenset(
+    {
+        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+        *(torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop),
+        torch.optim.ASGD,
+    }
+)
+"""Optimizers that compute each element by itself, so that a leaf may have several owners, of rows."""
+
+CUT = 2**14
+"""Elements from which a leaf is cut by rows."""
+
+
+def is_muon(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True for torch's Muon, and for others by their name."""
+    return "muon" in type(optimizer).__name__.lower()
+
+
+def parameters_of(
+    who: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[dict[str, nn.Parameter]]:
+    """Return the parameters of each optimizer that require a gradient, by name, in the order of the model."""
+    if not optimizers:
+        raise ValueError(f"{who}: there is no optimizer; give one, or several")
+    of: dict[int, int] = {}
+    model_has = {id(p) for p in model.parameters()}
+    for i, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(f"{who}: LBFGS evaluates a closure, and mixes all leaves; there is no owner of one leaf")
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in model_has:
+                    raise ValueError(
+                        f"{who}: {type(optimizer).__name__} has a parameter of shape {tuple(p.shape)} that is not the "
+                        "model's; make the optimizer of model.parameters(), before own"
+                    )
+                if id(p) in of:
+                    raise ValueError(
+                        f"{who}: a parameter of shape {tuple(p.shape)} is in two optimizers, of which each would "
+                        "update it; leave it in one"
+                    )
+                of[id(p)] = i
+    named: list[dict[str, nn.Parameter]] = [{} for _ in optimizers]
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if id(p) not in of:
+            raise ValueError(f"{who}: {name!r} is in no optimizer, so no rank would update it; add it, or freeze it")
+        named[of[id(p)]][name] = p
+    for optimizer, each in zip(optimizers, named, strict=True):
+        if not each:
+            raise ValueError(
+                f"{who}: {type(optimizer).__name__} has no parameter that requires a gradient; leave it out"
+            )
+    return named
+
+
+def owners_of(
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    n: int,
+    cost: Callable[[str, nn.Parameter], float] | None = None,
+    cut: bool = True,
+) -> Owners:
+    """Return the owners of the parameters of one optimizer; see `own` for `cost` and `cut`."""
+    if cost is not None:
+        costs = {name: float(cost(name, p)) for name, p in parameters.items()}
+        for name, each in costs.items():
+            if not 0 <= each < math.inf:
+                raise ValueError(f"own: the cost of {name!r} is {each}; return a number that is not negative")
+    else:
+        costs = {
+            name: float(p.numel() * (min(p.shape) if is_muon(optimizer) and p.ndim == 2 else 1))
+            for name, p in parameters.items()
+        }
+    apart: set[str] = set()
+    if cut and n > 1 and type(optimizer) in ELEMENTWISE:
+        for name, p in parameters.items():
+            if p.ndim and p.numel() >= CUT and -p.shape[0] % n <= p.shape[0] / 16:
+                apart.add(name)
+    return Owners.of(parameters, n, costs, apart)
+
+
+def to_their_owners(leaves: Mapping[str, Tensor], owners: Sequence[Owners]) -> to_owners:
+    """Return the first half of a mean of all leaves, which `owners` have: those of each optimizer."""
+    shapes = tuple((path, leaf.shape) for path, leaf in leaves.items())
+    return to_owners(owners=Owners(owners[0].n, shapes, tuple(pair for each in owners for pair in each.whole)))
+
+
+def codecs_of(weights: Sync) -> Sync:
+    """Return the pipeline that encodes on the second hop: without `ef21`, by which owners send differences."""
+    return weights.inner if isinstance(weights, ef21) else weights
+
+
+def default_cap_mb(n: int) -> float:
+    """Return the size of buckets on both hops in MiB: rows for owners are padded to the longest in a bucket."""
+    return max(25.0, 12.5 * n)
+
+
+def plan_of_gradients(gradients: Sync, leaves: Mapping[str, Tensor], owners: Sequence[Owners]) -> Plan:
+    """Return the plan of the first hop of `own`, of all leaves."""
+    return _planned(with_halves(gradients, to_their_owners(leaves, owners)), leaves, owners[0].n)
+
+
+def plan_of_weights(weights: Sync, leaves: Mapping[str, Tensor], owners: Owners) -> Plan:
+    """Return the plan of the second hop of `own`, of the leaves of one optimizer."""
+    sent = {path: torch.empty(owners.sent_shape(path), dtype=p.dtype, device=p.device) for path, p in leaves.items()}
+    return _planned(with_halves(codecs_of(weights), to_all(owners=owners)), sent, owners.n)
+
+
+def _planned(sync: Sync, leaves: Mapping[str, Tensor], n: int) -> Plan:
+    cap = default_cap_mb(n)
+    return lower(sync, leaves, world_size=n, bucket_cap_mb=cap, first_bucket_mb=cap)
