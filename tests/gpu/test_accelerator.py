@@ -131,7 +131,7 @@ def check_law_6(rank: int, texts: list[str]) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_law_6_over_its_backend(n):
-    run_ranks(n, check_law_6, list(EXAMPLES.values())[:: 4 if KIND == "sim" else 1])  # where a kernel takes long
+    run_ranks(n, check_law_6, list(EXAMPLES.values()))
 
 
 def module_of(model: nn.Module, sync: Sync) -> tuple[nn.Module, Callable[[], Any]]:
