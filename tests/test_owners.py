@@ -7,6 +7,7 @@ import copy
 import os
 import signal
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
-from fnddp import Owners, RankMismatchError, StepFailedError, WireCounter, to_all, to_owners
+from fnddp import CollectiveError, Owners, RankMismatchError, StepFailedError, WireCounter, to_all, to_owners
+from fnddp.integrations.checkpoint import async_save, load, save
 from fnddp.laws import bits
 from fnddp.reducers.halves import with_halves
 from fnddp.simulation.ranks import RankFailed
@@ -342,7 +344,7 @@ def test_ranks_that_step_optimizers_in_another_order_are_told_before_anything_ch
         wrapped(torch.full((2, 16), rank + 1.0)).square().mean().backward()
         before = bits(weights(model))
         if step == 1:
-            with pytest.raises(RankMismatchError, match=f"steps SGD, optimizer {rank} of 2, while ranks step others"):
+            with pytest.raises(RankMismatchError, match=f"steps SGD, optimizer {rank} of 2, and another rank another"):
                 (second if rank else first).step()
             assert bits(weights(model)) == before
         first.step()
@@ -547,6 +549,39 @@ def test_a_checkpoint_of_four_ranks_loads_on_one_two_and_three(
                 torch.testing.assert_close(got[name], p, rtol=0, atol=1e-3 if hops is EXACT else 1e-2)
 
 
+@pytest.mark.parametrize("saves", [save, async_save])
+@HOPS
+@on_ranks(2)
+def test_a_checkpoint_in_one_call(rank: int, hops: dict[str, str], saves: Any, tmp_path: Path):
+    folders: list[Any] = [str(tmp_path)]
+    dist.broadcast_object_list(folders)  # of the first rank
+    owned, again = Owned(hops), Owned(hops)
+    for step in range(2):
+        owned.step(rank, step)
+    saving = saves(folders[0], owned.model, owned.optimizers)
+    if saving is not None:
+        saving.result()
+    for step in range(2, 4):
+        owned.step(rank, step)
+    again.step(rank, 7)
+    load(folders[0], again.model, again.optimizers)
+    for step in range(2, 4):
+        again.step(rank, step)
+    require_equal(again.net, owned.net)
+    with pytest.raises(ValueError, match=r"all its optimizers \(Muon, AdamW\) or none, and got Muon"):
+        save(folders[0], owned.model, owned.optimizers[0])
+
+
+@on_ranks(2)
+def test_a_step_that_a_rank_leaves_out_is_a_named_error(rank: int):
+    owned = Owned(EXACT, process_group=dist.new_group(timeout=timedelta(seconds=3)))
+    loss_of(owned.model(batch(rank, 0))).backward()
+    owned.optimizers[0].step()
+    if rank == 0:
+        with pytest.raises(CollectiveError, match="own: this rank steps AdamW, optimizer 1 of 2, and not all others"):
+            owned.optimizers[1].step()
+
+
 @on_ranks(2)
 def test_a_state_loads_into_optimizers_without_owners_and_back(rank: int):
     owned, every = Owned(EXACT), Everywhere()
@@ -636,7 +671,9 @@ def test_owners_are_balanced_by_cost_and_shown():
     assert [alike.owner(str(i)) for i in reversed(range(6))] == [0, 1, 2, 0, 1, 2]  # as backward reaches them
     model = nn.Linear(200, 100)
     owned = fnddp.own(model, torch.optim.AdamW(model.parameters()))
-    assert "AdamW: 2 leaves over 1 ranks\n  rank 0: 2 leaves, rows of 0, 20,100 elements" in owned.show_owners()
+    assert (
+        "AdamW: 2 leaves over 1 ranks\n  rank 0: 2 whole leaves and rows of 0, 20,100 elements" in owned.show_owners()
+    )
 
 
 def gradients(rank: int, step: int) -> dict[str, Tensor]:

@@ -41,6 +41,7 @@ from fnddp.transforms.cast import cast
 from fnddp.transforms.memory import ef21, error_feedback
 from fnddp.wire import control
 from fnddp.wire.groups import live_group, world_size
+from fnddp.wire.protocol import CollectiveError
 
 CODECS = "codecs."
 WEIGHTS = "weights."
@@ -354,11 +355,18 @@ class OwnerDataParallel(DistributedDataParallel):
         if len(self._sharded) == 1 or world_size(self._group) == 1:
             return
         place = self._sharded.index(sharded)
-        last, first = control.highest_of([place, -place], self._group)
+        name = f"{type(sharded.optimizer).__name__}, optimizer {place} of {len(self._sharded)}"
+        try:
+            last, first = control.highest_of([place, -place], self._group)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"own: this rank steps {name}, and not all others have come to a step: {error}. Another rank has left, "
+                "or left out this step; see its own error"
+            ) from error
         if last != -first:
             raise RankMismatchError(
-                f"own: this rank steps {type(sharded.optimizer).__name__}, optimizer {place} of {len(self._sharded)}, "
-                f"while ranks step others, from {-first} to {last}; step the same ones in the same order on all ranks"
+                f"own: this rank steps {name}, and another rank another one; step the same ones in the same order on "
+                "all ranks"
             )
 
     def _send(self, sharded: _Sharded) -> None:
@@ -447,6 +455,11 @@ class OwnerDataParallel(DistributedDataParallel):
         return self._half.owners
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, in the order in which `own` was given them."""
+        return [each.optimizer for each in self._sharded]
+
+    @property
     def weight_plans(self) -> list[Plan | None]:
         """The plans of the second hop, one for each optimizer."""
         return [each.engine.prepare() for each in self._sharded]
@@ -471,11 +484,11 @@ class OwnerDataParallel(DistributedDataParallel):
                 rows = sum(owners.owner(name) is None and of[name][1] > of[name][0] for name in each.parameters)
                 share = owners.load[rank] / (sum(owners.load) or 1)
                 lines.append(
-                    f"  rank {rank}: {whole} leaves, rows of {rows}, {size:,} elements, load {owners.load[rank]:.4g} "
-                    f"({share:.1%})"
+                    f"  rank {rank}: {whole} whole leaves and rows of {rows}, {size:,} elements, "
+                    f"load {owners.load[rank]:.4g} ({share:.1%})"
                 )
         hops = [("gradients", self.plan), *(("weights", plan) for plan in self.weight_plans)]
-        lines += [f"{what}: {plan.wire_bytes:,} B per rank and step" for what, plan in hops if plan is not None]
+        lines += [f"{what}: {plan.wire_bytes:,} wire bytes of a rank" for what, plan in hops if plan is not None]
         return "\n".join(lines)
 
     # Checkpoints

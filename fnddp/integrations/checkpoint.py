@@ -9,12 +9,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from fnddp.adapters.checkpoint import Checkpoint, HasCheckpoint
+from fnddp.adapters.owners import OptimizerCheckpoint, OwnerDataParallel
 from fnddp.torch_private import live_group
 from fnddp.wire.c10d import dedicated_to
 
@@ -34,8 +35,8 @@ def save(
 
     Args:
         folder: A folder that all ranks see.
-        model: A `fnddp.DistributedDataParallel`, torch's, or one that FSDP has sharded.
-        optimizers: Optimizers of its parameters.
+        model: A `fnddp.DistributedDataParallel`, also of `fnddp.own`, torch's, or one that FSDP has sharded.
+        optimizers: Optimizers of its parameters; of a model of `own` all that it has, or none.
         sync: The result of `register`, or of `compress`, `compress_shards` or `compress_replicas` of
             `fnddp.integrations.fsdp`; None where `model` itself has the pipeline.
         more: More to save, by name: numbers, tensors, objects with a `state_dict`, such as a scheduler. Each name is
@@ -44,6 +45,7 @@ def save(
 
     Raises:
         TypeError: There is no pipeline in `sync` or `model`.
+        ValueError: The optimizers are not those of a model of `own`.
 
     >>> import tempfile, torch, fnddp
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -127,7 +129,8 @@ def load(
     checkpoint.adopt_pipeline(about[_SYNC])
     state = _state(model, optimizers, keeper.sync_checkpoint(checkpoint.saved_by(about[_SYNC])), more)
     dcp.load(state, checkpoint_id=folder, process_group=group)
-    set_state_dict(model, optimizers, model_state_dict=state[_MODEL], optim_state_dict=state.get(_OPTIMIZER, {}))
+    if not isinstance(model, OwnerDataParallel):  # which has been loaded in place
+        set_state_dict(model, optimizers, model_state_dict=state[_MODEL], optim_state_dict=state.get(_OPTIMIZER, {}))
     return {name: state[_MORE + name] for name in more or ()}
 
 
@@ -137,11 +140,23 @@ def _state(
     checkpoint: Checkpoint,
     more: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    weights, moments = get_state_dict(model, optimizers)
+    if isinstance(model, OwnerDataParallel):
+        weights, moments = get_model_state_dict(model), _of_owners(model, optimizers)
+    else:
+        weights, moments = get_state_dict(model, optimizers)
     state = {_MODEL: weights, _OPTIMIZER: moments, _SYNC: checkpoint}
     # Each at the top, where alone DCP calls an object's `state_dict` and `load_state_dict`.
     each = {_MORE + name: value for name, value in (more or {}).items()}
     return {**{name: part for name, part in state.items() if part or name == _SYNC}, **each}
+
+
+def _of_owners(model: OwnerDataParallel, optimizers: Optimizer | Iterable[Optimizer]) -> OptimizerCheckpoint | None:
+    given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    owned = model.optimizers
+    if given and {*map(id, given)} != {*map(id, owned)}:
+        names, all_names = (", ".join(type(each).__name__ for each in some) for some in (given, owned))
+        raise ValueError(f"a model of own saves all its optimizers ({all_names}) or none, and got {names}; give these")
+    return model.optimizer_checkpoint() if given else None
 
 
 def _keeper(model: nn.Module, sync: HasCheckpoint | None) -> HasCheckpoint:
