@@ -120,6 +120,9 @@ def test_what_is_returned_is_what_own_takes() -> None:
     pair = choose_owned(model, [muon], Link(1e4), SOME, world_size=4)
     assert (repr(pair.gradients), repr(pair.weights)) == taken(Link(1e4)) == FOUR
     assert fnddp.own(model, muon, *pair).plan is None
+    exact = pair.costs[0]
+    assert (exact.pipeline, exact.weights) == EXACT
+    assert exact.step(0.0) > min(each.step(0.0) for each in pair.costs)
 
 
 def test_a_backward_that_hides_the_first_hop_leaves_it_exact() -> None:
@@ -156,3 +159,8 @@ def test_what_does_not_fit_is_refused() -> None:
     for within in (-0.1, float("nan")):
         with pytest.raises(ValueError, match=f"within must be a number of nats that is not negative, got {within}"):
             choose_owned(model, [muon, adamw], link, within, world_size=2)
+    both = torch.optim.Muon(model.parameters())
+    with pytest.raises(ValueError, match="'1 gibt' is no link"):
+        choose_owned(model, both, "1 gibt", world_size=2)
+    with pytest.raises(ValueError, match=r"codec_seconds has 'quantize\(two_shot\)', which is no hop of"):
+        choose_owned(model, both, "1gbit", world_size=2, codec_seconds={"quantize(two_shot)": 0.0})

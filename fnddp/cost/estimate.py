@@ -16,6 +16,11 @@ from fnddp.wire.kinds import named
 Links: TypeAlias = Link | Mapping[str | None, Link]
 
 
+def parsed(links: Links | str) -> Links:
+    """Return `links`, of which text has been parsed by `Link.parse`."""
+    return Link.parse(links) if isinstance(links, str) else links
+
+
 @dataclass(frozen=True)
 class Compute:
     """The time that a rank computes in a step, without waiting: see `measure_backward` and `measure_segments`.
@@ -164,8 +169,8 @@ class MeanStepCost:
 class _Queue:
     """Queue for the link, first come, first served. Groups share it in time, even if they have links of their own."""
 
-    def __init__(self, link: Links) -> None:
-        self._link = link
+    def __init__(self, link: Links | str) -> None:
+        self._link = parsed(link)
         self._free = 0.0
         self._spare: dict[Link, tuple[float, float]] = {}  # bytes left of its burst, and at what time
 
@@ -192,7 +197,7 @@ class _Queue:
         return self._link[group]
 
 
-def estimate(collectives: Iterable[Collective], link: Links, backward_seconds: float = 0.0) -> StepCost:
+def estimate(collectives: Iterable[Collective], link: Links | str, backward_seconds: float = 0.0) -> StepCost:
     """Return a step that computes nothing but backward: `predict` for collectives that are not those of a plan.
 
     The gradients of K buckets are ready at 1/K, 2/K, ... of backward. For more see `Plan.estimate`.
@@ -209,7 +214,7 @@ def estimate(collectives: Iterable[Collective], link: Links, backward_seconds: f
     return StepCost(tuple(spans), Compute(backward_seconds=backward_seconds), tuple(costs))
 
 
-def predict(plan: PlanData, link: Links, compute: Compute) -> StepCost:
+def predict(plan: PlanData, link: Links | str, compute: Compute) -> StepCost:
     """Return a predicted step of `plan`: segments in order, each collective once its segment is done.
 
     A segment runs when its gradients have arrived, the one before it is done, and the collectives that it waits for

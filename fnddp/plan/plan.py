@@ -67,7 +67,7 @@ class Plan(PlanData):
     def _repr_html_(self) -> str:
         return to_html(self)
 
-    def estimate(self, link: Links, *, backward_seconds: float = 0.0) -> StepCost:
+    def estimate(self, link: Links | str, *, backward_seconds: float = 0.0) -> StepCost:
         """Return the cost of a step's collectives, and with `backward_seconds`, what backward does not hide of them.
 
         It is `predict` where nothing else takes time: the gradients of K buckets are ready at 1/K, 2/K, ... of
@@ -76,20 +76,20 @@ class Plan(PlanData):
         bound. The wrong choice where collectives slow backward down, as on the CPU: measure it while they run.
 
         Args:
-            link: See `to_svg`.
+            link: See `to_svg`; also as text, such as "1gbit:20us".
 
         >>> import torch
-        >>> from fnddp import Link, allreduce, fp16, lower
+        >>> from fnddp import allreduce, fp16, lower
         >>> params = {"w": torch.empty(1000, 1000, device="meta")}
         >>> for sync in (allreduce, fp16(allreduce)):
-        ...     seconds = lower(sync, params, world_size=2).estimate(Link.parse("1gbit")).seconds
+        ...     seconds = lower(sync, params, world_size=2).estimate("1gbit").seconds
         ...     print(f"{seconds * 1e3:.0f} ms")
         32 ms
         16 ms
         """
         return estimate(self.collectives, link, backward_seconds)
 
-    def predict(self, link: Links, compute: Compute) -> StepCost:
+    def predict(self, link: Links | str, compute: Compute) -> StepCost:
         """Return a step on a clock: `estimate`, with what is computed before, between and after the collectives.
 
         See `fnddp.cost.estimate.predict` for the model.

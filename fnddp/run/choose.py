@@ -20,7 +20,7 @@ from fnddp.core.codec import Carrier
 from fnddp.core.parse import parse, pipeline_of
 from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves, Tree
-from fnddp.cost.estimate import Links
+from fnddp.cost.estimate import Links, parsed
 from fnddp.cost.link import Link, duration
 from fnddp.cost.measure import measure_link
 from fnddp.plan.lower import lower
@@ -146,7 +146,7 @@ class Choice:
 
 def choose(
     params: Tree | nn.Module,
-    links: Links,
+    links: Links | str,
     loss: Loss = "none",
     *,
     world_size: int | None = None,
@@ -164,7 +164,7 @@ def choose(
     Args:
         params: Parameters or gradients, which may be on the meta device. A leaf that is not float32, bfloat16 or
             float16 keeps the plain mean for all.
-        links: The link of the ranks.
+        links: The link of the ranks, also as text: "1gbit:20us".
         loss: "none" for pipelines that surely end less than 0.01 nats above the plain mean; "some" for all of
             docs/convergence.md that need no optimizer of their own.
         world_size: Number of ranks; None for those that run.
@@ -175,14 +175,13 @@ def choose(
     Raises:
         ValueError: `loss` is neither.
 
-    >>> from fnddp import Link
     >>> params = {"w": torch.empty(4096, 4096, device="meta")}
     >>> for rate in ("100mbit", "100gbit"):
-    ...     print(choose(params, Link.parse(rate), world_size=2))
+    ...     print(choose(params, rate, world_size=2))
     bucketize(quantize(two_shot))
     allreduce
     """
-    return parse(choice(params, links, loss, world_size, codec_seconds, backward_seconds).taken)
+    return parse(choice(params, parsed(links), loss, world_size, codec_seconds, backward_seconds).taken)
 
 
 def choice(

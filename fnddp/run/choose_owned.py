@@ -1,7 +1,8 @@
 """The fastest codecs for both hops of `own` on a link, among those with which Muon's loss was measured."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,18 +13,28 @@ from torch import nn
 from fnddp import cost
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync
-from fnddp.cost.estimate import Links
+from fnddp.cost.estimate import Links, parsed
 from fnddp.plan.plan import Plan
 from fnddp.run.choose import DTYPES, SLOWDOWN, Choice, Cost
 from fnddp.run.hops import is_muon, owners_of, parameters_of, plan_of_gradients, plan_of_weights
 from fnddp.wire.groups import world_size as size_of
 
 
-class Hops(NamedTuple):
-    """The pipelines of both hops, in the order in which `own` takes them."""
+@dataclass(frozen=True)
+class Hops:
+    """The pipelines of both hops. It unpacks to these, in the order in which `own` takes them.
+
+    Attributes:
+        costs: Of each pair that was compared, the exact one first: `pair.costs[0].step(backward_seconds)`.
+    """
 
     gradients: Sync
     weights: Sync
+    costs: tuple[Cost, ...] = field(default=(), repr=False)
+
+    def __iter__(self) -> Iterator[Sync]:
+        yield self.gradients
+        yield self.weights
 
 
 class Pair(NamedTuple):
@@ -59,7 +70,7 @@ def hop_seconds() -> dict[str, float]:
 def choose_owned(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    links: Links,
+    links: Links | str,
     within: float = 0.01,
     *,
     world_size: int | None = None,
@@ -78,19 +89,20 @@ def choose_owned(
         model: As `own` takes it, before it does; also on the meta device. With a leaf that is not float32, bfloat16 or
             float16 the hops are exact.
         optimizer: As `own` takes them: one, or several, of which one is Muon.
-        links: The link of the ranks.
+        links: The link of the ranks, also as text: "1gbit:20us".
         within: Nats.
         world_size: Number of ranks; None for those that run.
-        codec_seconds: Seconds to encode and decode a byte of the model, alone, by the pipeline of a hop; None for
-            those of one core of an AMD EPYC. Pairs with one that is not in it are not taken.
+        codec_seconds: Seconds to encode and decode a byte of the model, alone, by the pipeline of a hop, as
+            `pair.costs` names them; None for those of one core of an AMD EPYC, many times those of a GPU. Pairs with
+            one that is not in it are not taken.
         backward_seconds: Time of backward; None if unknown.
 
     Returns:
-        `(gradients, weights)`, for `own(model, optimizer, *pair)`.
+        A pair for `own(model, optimizer, *pair)`, with the costs of all that were compared.
 
     Raises:
-        ValueError: No optimizer is Muon; `within` is negative or NaN; a parameter is in no optimizer, or in two, or is
-            not the model's.
+        ValueError: No optimizer is Muon; `within` is negative or NaN; a link is no link; `codec_seconds` has a hop
+            that was not measured; a parameter is in no optimizer, or in two, or is not the model's.
 
     >>> from fnddp import Link
     >>> with torch.device("meta"):
@@ -101,9 +113,12 @@ def choose_owned(
     error_feedback(quantize(two_shot)) ef21(quantize(allgather))
     two_shot allgather
     """
+    links = parsed(links)
+    if unknown := sorted({*(codec_seconds or ())} - {*hop_seconds()}):
+        raise ValueError(f"choose_owned: codec_seconds has {unknown[0]!r}, which is no hop of {sorted(hop_seconds())}")
     plans = owned_plans(model, optimizer, pairs(within), world_size)
-    best = owned_choice(plans, links, codec_seconds, backward_seconds).best
-    return Hops(parse(best.pipeline), parse(best.weights))
+    choice = owned_choice(plans, links, codec_seconds, backward_seconds)
+    return Hops(parse(choice.best.pipeline), parse(choice.best.weights), choice.costs)
 
 
 Plans = dict[Pair, tuple[Plan, tuple[Plan, ...]]]
