@@ -373,8 +373,11 @@ class DoublingHook:
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(4, 2)
+    model, random = nn.Linear(4, 2), torch.Generator().manual_seed(0)  # of its own: ranks may be threads
+    with torch.no_grad():
+        for p in model.parameters():
+            p.uniform_(-0.5, 0.5, generator=random)
+    return model
 
 
 def require_mean(model: nn.Module, rank: int, factor: float = 1) -> None:
