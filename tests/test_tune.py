@@ -206,6 +206,10 @@ def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) 
         ({"steps": 0}, "tune: steps and ranks must be at least 1, got 0 and 2"),
         ({"within": -0.1}, "within must be 0 or a positive number"),
         ({"pipelines": ["none"]}, "tune: none exchanges nothing"),
+        (
+            {"pipelines": ["warmup(fp16(allreduce), steps=2)"], "steps": 2},
+            "warms up for 2 steps, so a training",
+        ),
         ({"pipelines": ["all_reduce('node')"]}, "tune: .* reduces over process group 'node', but tune's virtual ranks"),
     ],
 )

@@ -22,6 +22,7 @@ from fnddp.cost.estimate import Compute, Links, MeanStepCost
 from fnddp.plan.period import period
 from fnddp.run.choose import MARGIN, candidates, choice
 from fnddp.run.measure import measure_backward, measure_segments
+from fnddp.schedules.choose import warmup
 from fnddp.simulation.training import simulate_training
 from fnddp.transforms.memory import shared_momentum, without_momentum
 
@@ -413,7 +414,7 @@ def tune(
 
     Raises:
         ValueError: A pipeline does not parse, does not fit, names a group, or takes no mean; there is no step or no
-            seed; `within` is negative.
+            seed; `within` is negative; a warm-up is as long as the training.
         LoweringError: A pipeline has no plan.
     """
     if checked_int("tune: steps", steps) < 1 or checked_int("tune: ranks", ranks) < 1:
@@ -427,6 +428,12 @@ def tune(
     syncs = {repr(sync): sync for sync in map(parse, (MEAN, *SIXTEEN_BITS, chosen, *pipelines))}
     for sync in syncs.values():
         _require_mean(sync)
+        for each in all_in(sync):
+            if isinstance(each, warmup) and each.steps >= steps:
+                raise ValueError(
+                    f"tune: {sync!r} warms up for {each.steps} steps, so a training of {steps} says nothing about what "
+                    f"comes after; give more steps, such as {3 * each.steps}, or leave warmup out"
+                )
     for sync in syncs.values():
         _optimizer(problem, sync, [*leaves.values()])  # which may not fit it
     with on_threads(threads):
