@@ -7,7 +7,6 @@ import math
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
@@ -192,7 +191,7 @@ class Vote:
                 self._start(sent, self.groups[0])
                 if self._device.is_asynchronous:  # gather from all groups, even if this rank will not read the result
                     for group in self.groups[1:]:
-                        self._start(self._highest(group), group)
+                        self._pass_on_to(group)
 
     def outcome(self) -> frozenset[str]:
         """Return the leaves that have arrived on no rank.
@@ -284,20 +283,24 @@ class Vote:
     def _place_in(self, group: str | None) -> int:
         return self._places.get(group, 0) % 256
 
-    def _highest(self, following: str | EllipsisType | None = ...) -> Tensor:
-        """Return the maximum of each flag over the ranks that have voted; with the place in a group that votes next."""
+    def _highest(self) -> Tensor:
+        """Return the maximum of each flag over the ranks that have voted."""
         flags = self._gathered()
         highest = flags.amax(0)
         highest[3] |= flags[:, 5].amin() != highest[5]
-        if following is not ...:
-            highest[5] = self._place_in(following)
         return highest
+
+    def _pass_on_to(self, group: str | None) -> None:
+        """Vote in the next group, for all ranks that have voted."""
+        flags = self._highest()
+        flags[5] = self._place_in(group)
+        self._start(flags, group)
 
     def _complete(self) -> list[int]:
         """Return the maximum of each flag over all ranks."""
         with _named_failures():
             for group in () if self._device.is_asynchronous else self.groups[1:]:
-                self._start(self._highest(group), group)
+                self._pass_on_to(group)
             flags = self._highest()
         self._is_over = True
         return flags.tolist()

@@ -428,12 +428,7 @@ def tune(
     syncs = {repr(sync): sync for sync in map(parse, (MEAN, *SIXTEEN_BITS, chosen, *pipelines))}
     for sync in syncs.values():
         _require_mean(sync)
-        for each in all_in(sync):
-            if isinstance(each, warmup) and each.steps >= steps:
-                raise ValueError(
-                    f"tune: {sync!r} warms up for {each.steps} steps, so a training of {steps} says nothing about what "
-                    f"comes after; give more steps, such as {3 * each.steps}, or leave warmup out"
-                )
+        _require_warm(sync, steps)
     for sync in syncs.values():
         _optimizer(problem, sync, [*leaves.values()])  # which may not fit it
     with on_threads(threads):
@@ -492,6 +487,15 @@ def _require_mean(sync: Sync) -> None:
         )
     if not sync.ops:
         raise ValueError(f"tune: {sync!r} exchanges nothing, so each rank would train alone; add a reducer")
+
+
+def _require_warm(sync: Sync, steps: int) -> None:
+    for each in all_in(sync):
+        if isinstance(each, warmup) and each.steps >= steps:
+            raise ValueError(
+                f"tune: {sync!r} warms up for {each.steps} steps, so a training of {steps} says nothing about what "
+                f"comes after; give more steps, such as {3 * each.steps}, or leave warmup out"
+            )
 
 
 @contextmanager
