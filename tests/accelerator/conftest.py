@@ -1,6 +1,7 @@
 """Ranks on the device: processes of their own, which keep it."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,15 @@ ORDERS = ["side", "default"]  # streams that run only when no other can: each or
 
 
 @pytest.fixture(scope="session")
-def _device_pools() -> Iterator[list[GlooPool]]:
+def built() -> Path:
+    """The folder of the device; skips where it cannot be built."""
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    build()
+    return build()
+
+
+@pytest.fixture(scope="session")
+def _device_pools(built: Path) -> Iterator[list[GlooPool]]:
     pools: list[GlooPool] = []
     yield pools
     for pool in pools:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.accelerator.build import build, missing
 from tests.accelerator.conftest import ORDERS
 
-pytestmark = [pytest.mark.thorough, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 900
@@ -21,11 +20,11 @@ SECONDS = 900
 
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("last", ORDERS)
-def test_the_tests_of_a_gpu_pass(tmp_path, last):
+def test_the_tests_of_a_gpu_pass(tmp_path, built, last):
     # Not law 6 over all pipelines, which takes minutes here: test_training.py has other nestings in each run.
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-k", "not law_6", "-p", "no:cacheprovider"]
     command += ["--basetemp", str(tmp_path / "tests")]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{build()}", "FNDDP_TEST_LAST": last}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{built}", "FNDDP_TEST_LAST": last}
     said = tmp_path / "said"
     with said.open("w") as file:
         process = subprocess.Popen(
