@@ -1,16 +1,22 @@
 """Ranks on the device: processes of their own, which keep it."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.accelerator.build import build, missing
 from tests.ranks import GlooPool
 
 ORDERS = ["side", "default"]  # streams that run only when no other can: each order finds waits that the other does not
+
+GRACE = timedelta(seconds=2)  # a rank that ends resets its connections, from which others may still read
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +58,12 @@ def _on_device(rank: int, last: str, seed: int, fn: Callable[..., Any], argument
 
     device.configure(seed, last)
     torch.accelerator.set_device_index(rank % device.device_count())
-    result = fn(rank, f"sim:{rank % device.device_count()}", *arguments)
-    device.wait_for_all()
+    store, names = _get_default_store(), [f"rank {other} is done" for other in range(dist.get_world_size())]
+    try:
+        result = fn(rank, f"sim:{rank % device.device_count()}", *arguments)
+        device.wait_for_all()
+    finally:
+        store.set(names[rank], "")
+    with suppress(dist.DistStoreError):  # some wait for this one's end
+        store.wait(names, GRACE)
     return result
