@@ -182,6 +182,7 @@ def test_ray(ray_folder: Path, tmp_path: Path) -> None:
     own = {
         "RAY_TMPDIR": str(ray_folder),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # else 15: beside tests that compute, its workers take minutes to import torch
         "CUDA_VISIBLE_DEVICES": "",  # of which it would want two
         "RAY_AUTH_TOKEN": uuid4().hex,  # else it writes one into the home folder
     }
