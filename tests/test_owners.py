@@ -671,9 +671,13 @@ def test_owners_are_balanced_by_cost_and_shown():
     assert [alike.owner(str(i)) for i in reversed(range(6))] == [0, 1, 2, 0, 1, 2]  # as backward reaches them
     model = nn.Linear(200, 100)
     owned = fnddp.own(model, torch.optim.AdamW(model.parameters()))
-    assert (
-        "AdamW: 2 leaves over 1 ranks\n  rank 0: 2 whole leaves and rows of 0, 20,100 elements" in owned.show_owners()
-    )
+    owned(torch.ones(1, 200)).sum().backward()
+    assert owned.show_owners().splitlines() == [
+        "AdamW: 2 leaves over 1 rank",
+        "  rank 0: 2 whole leaves and rows of 0, 20,100 elements, load 2.01e+04 (100.0%)",
+        "gradients: 0 wire bytes of a rank",
+        "weights of AdamW: 0 wire bytes of a rank",
+    ]
 
 
 def gradients(rank: int, step: int) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from fnddp.run.hops import codecs_of, default_cap_mb, owners_of, parameters_of, 
 from fnddp.run.step import Synchronized
 from fnddp.run.vote import StepFailedError
 from fnddp.schedules.choose import partition, warmup
+from fnddp.show.text import count
 from fnddp.torch_private import between_step_hooks, optimizers_in_backward
 from fnddp.transforms.cast import cast
 from fnddp.transforms.memory import ef21, error_feedback
@@ -467,13 +468,15 @@ class OwnerDataParallel(DistributedDataParallel):
     def show_owners(self) -> str:
         """Return a table of the ranks: what each owns for each optimizer, and its load.
 
-        Load is what owners are balanced by: elements, or for Muon the multiplications of an orthogonalization. Bytes
-        of both hops are the same on all ranks: those of `plan` and `weight_plans`.
+        Load is what owners are balanced by: elements, or for Muon the multiplications of an orthogonalization. Wire
+        bytes, what a rank passes to its collectives, are the same on all ranks; `plan` and each of `weight_plans` say
+        what that is on a link: `plan.estimate("1gbit").link_bytes`.
         """
         lines: list[str] = []
         for each in self._sharded:
             owners = each.owners
-            lines.append(f"{type(each.optimizer).__name__}: {len(each.parameters)} leaves over {owners.n} ranks")
+            what = f"{count(len(each.parameters), 'leaf', 'leaves')} over {count(owners.n, 'rank')}"
+            lines.append(f"{type(each.optimizer).__name__}: {what}")
             for rank in range(owners.n):
                 of = {name: owners.rows(name, rank) for name in each.parameters}
                 size = sum(
@@ -484,10 +487,11 @@ class OwnerDataParallel(DistributedDataParallel):
                 rows = sum(owners.owner(name) is None and of[name][1] > of[name][0] for name in each.parameters)
                 share = owners.load[rank] / (sum(owners.load) or 1)
                 lines.append(
-                    f"  rank {rank}: {whole} whole leaves and rows of {rows}, {size:,} elements, "
-                    f"load {owners.load[rank]:.4g} ({share:.1%})"
+                    f"  rank {rank}: {count(whole, 'whole leaf', 'whole leaves')} and rows of {rows}, "
+                    f"{size:,} elements, load {owners.load[rank]:.4g} ({share:.1%})"
                 )
-        hops = [("gradients", self.plan), *(("weights", plan) for plan in self.weight_plans)]
+        names = [f"weights of {type(each.optimizer).__name__}" for each in self._sharded]
+        hops = zip(["gradients", *names], [self.plan, *self.weight_plans], strict=True)
         lines += [f"{what}: {plan.wire_bytes:,} wire bytes of a rank" for what, plan in hops if plan is not None]
         return "\n".join(lines)
 

@@ -137,7 +137,7 @@ def header(plan: PlanData) -> list[str]:
 def footer(plan: PlanData) -> list[str]:
     """Return lines on the bytes that a step sends, and on its memory."""
     full = 4 * _parameters(plan)
-    against = f"; float32 gradients: {full:,} B, {full / plan.wire_bytes:.1f}x as much" if plan.wire_bytes else ""
+    against = f"; in float32: {full:,} B, {full / plan.wire_bytes:.1f}x as much" if plan.wire_bytes else ""
     return [
         f"on the wire: {plan.wire_bytes:,} B per rank{against}",
         f"{count(plan.rounds, 'round')}, {count(len(plan.collectives), 'collective')}; "
