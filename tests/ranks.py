@@ -4,6 +4,7 @@ import faulthandler
 import functools
 import importlib
 import inspect
+import logging
 import os
 import pickle
 import queue
@@ -11,7 +12,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -178,6 +180,20 @@ def on_ranks(
         return pytest.mark.parametrize("ranks", sizes)(test) if len(sizes) > 1 else test
 
     return decorate
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What fnddp logs on this rank, where pytest's caplog does not reach."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("fnddp")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def _run_body(rank: int, module: str, name: str, arguments: dict[str, Any]) -> None:

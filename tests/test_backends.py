@@ -1,6 +1,5 @@
 """Segments that Inductor compiles: the same numbers, and memory that it may not take for others'."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 import fnddp
 from fnddp import LoweringError, allreduce, laws, lower
 from fnddp.run.backends import segments_of
-from tests.ranks import on_ranks
+from tests.ranks import logged, on_ranks
 
 pytestmark = pytest.mark.thorough
 
@@ -21,25 +20,21 @@ LOW_RANK = fnddp.error_feedback(fnddp.powersgd(fnddp.fp16(allreduce), rank=2))
 @on_ranks(2, seconds=590)
 def test_inductor_gives_what_python_gives(rank: int) -> None:
     """To rounding: it may fuse a product and a sum. A 16-bit wire makes a step of its own of that, once in a while."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("fnddp").addHandler(handler)
-    models: list[nn.Module] = []
-    for backend in (None, "inductor"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20))
-        models.append(fnddp.DistributedDataParallel(model, sync=LOW_RANK, backend=backend))
-    for step in range(4):
-        x = torch.randn(8, 30, generator=torch.Generator().manual_seed(2 * step + rank))
-        for model in models:
-            model.zero_grad()
-            model(x).square().mean().backward()
-        for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            assert ours.grad is not None
-            assert theirs.grad is not None
-            torch.testing.assert_close(theirs.grad, ours.grad, rtol=1e-3, atol=1e-6)
-    logging.getLogger("fnddp").removeHandler(handler)
+    with logged() as told:
+        models: list[nn.Module] = []
+        for backend in (None, "inductor"):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20))
+            models.append(fnddp.DistributedDataParallel(model, sync=LOW_RANK, backend=backend))
+        for step in range(4):
+            x = torch.randn(8, 30, generator=torch.Generator().manual_seed(2 * step + rank))
+            for model in models:
+                model.zero_grad()
+                model(x).square().mean().backward()
+            for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                assert ours.grad is not None
+                assert theirs.grad is not None
+                torch.testing.assert_close(theirs.grad, ours.grad, rtol=1e-3, atol=1e-6)
     compiled = [text for text in told if text.startswith("compiled ")]
     plan = models[1].plan
     assert len(compiled) == (rank == 0)  # once, although the plan runs in every step

@@ -14,7 +14,7 @@ from fnddp import Link, choose
 from fnddp.integrations.checkpoint import load, save
 from fnddp.run import choose as choosing
 from fnddp.simulation.ranks import RankFailed, run_threads
-from tests.ranks import on_ranks
+from tests.ranks import logged, on_ranks
 
 PARAMS = {"w": torch.empty(2**21, device="meta"), "b": torch.empty(77, device="meta")}
 SLOW, FAST = Link(1e2), Link(1e12)
@@ -222,8 +222,11 @@ def test_a_resumed_run_keeps_the_choice_on_another_link(rank: int, kind: str, tm
         assert (pipeline_of(holder), pipeline_of(other)) == (FAR, "allreduce")
         _step(model, rank)
         save(tmp_path / "dcp", model, sync=holder)
-        load(tmp_path / "dcp", resumed, sync=other)
+        with logged() as lines:
+            load(tmp_path / "dcp", resumed, sync=other)
         assert pipeline_of(other) == FAR
+        said = [f'sync="auto" continues with {FAR}, of the checkpoint, in place of allreduce']
+        assert lines == (said if rank == 0 else [])
         _step(resumed, rank)
         expected = [p.grad for p in model.parameters()]
         assert all(map(torch.equal, [p.grad for p in resumed.parameters()], expected))

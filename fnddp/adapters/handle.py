@@ -46,6 +46,13 @@ def warn_without_memory(sync: Sync) -> None:
         )
 
 
+def log_adopted(taken: Sync, saved: Sync) -> None:
+    """Log on the first rank that a checkpoint's pipeline replaces the one that "auto" has taken, if it is another."""
+    taken, saved = taken.over(None), saved.over(None)
+    if live_rank(None) == 0 and saved != taken:
+        _log.warning(f'sync="auto" continues with {saved}, of the checkpoint, in place of {taken}')
+
+
 class HasPipeline:
     """A pipeline that synchronizes the gradients of a model, with its state."""
 
@@ -156,6 +163,7 @@ class PipelineHandle(HasPipeline):
         self._engine.connect()
 
     def _adopt(self, sync: Sync) -> None:
+        log_adopted(self.sync, sync)
         self._use(self._engine_of(sync.over(self._group, unnamed_only=True)))
         self._compares = True
 

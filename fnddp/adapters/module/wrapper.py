@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fnddp import torch_private
 from fnddp.adapters.backward import LEFT_OUT
-from fnddp.adapters.handle import warn_without_memory
+from fnddp.adapters.handle import log_adopted, warn_without_memory
 from fnddp.adapters.module.gate import gated, is_differentiated
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Slots, Trained, sparse_parameters
@@ -207,6 +207,7 @@ class DistributedDataParallel(TorchNames):
         self._is_measured = sync == AUTO
 
     def _adopt(self, sync: Sync) -> None:
+        log_adopted(self.sync, sync)
         self._steps.settle()
         self._use(*self._agreed(sync, verify=False))
         self._compares = True
