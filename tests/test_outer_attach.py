@@ -90,6 +90,18 @@ def test_streaming_on_gloo(rank: int):
     assert attached.under_way == ()
 
 
+@pytest.mark.thorough
+@on_ranks(1)
+def test_a_compiled_optimizer_leaves_the_outer_step_alone(rank: int):
+    runs = [attached_model("diloco(allreduce, every=2)") for _ in range(2)]
+    optimizer = runs[1][1]
+    optimizer.step = torch.compile(optimizer.step)  # pyright: ignore[reportAttributeAccessIssue]
+    for model, optimizer, _ in runs:
+        train(model, optimizer, rank, range(3))
+    for p, q in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)  # the optimizer's own step is compiled
+
+
 class Trouble(Exception):
     pass
 

@@ -599,6 +599,58 @@ def test_a_state_loads_into_optimizers_without_owners_and_back(rank: int):
     require_equal(again.net, every.net)
 
 
+@HOPS
+@on_ranks(2)
+def test_the_optimizers_own_methods_save_and_load_what_a_rank_owns(rank: int, hops: dict[str, str]):
+    owned, again = Owned(hops), Owned(hops)
+    for step in range(2):
+        owned.step(rank, step, True)
+    again.net.load_state_dict(owned.net.state_dict())
+    for before, after in zip(owned.optimizers, again.optimizers, strict=True):
+        after.load_state_dict(before.state_dict())
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, [each.state_dict() for each in owned.optimizers])
+    for mine, of_other, optimizer in zip(states[rank], states[1 - rank], owned.optimizers, strict=True):
+        with pytest.raises(
+            ValueError, match=r"^own: this state of .* is that of the leaves '.* which the rank that saved"
+        ):
+            optimizer.load_state_dict(of_other)
+        assert bits(optimizer.state_dict()["state"]) == bits(mine["state"])
+    for each in (owned, again):
+        each.step(rank, 2, True)
+    if hops == EXACT:
+        require_equal(again.net, owned.net)
+
+
+@on_ranks(2)
+def test_whole_states_that_optimizers_load_themselves_are_divided(rank: int):
+    owned, every = Owned(EXACT), Everywhere()
+    for step in range(2):
+        every.step(rank, step, True)
+    owned.net.load_state_dict(every.net.state_dict())
+    for mine, whole in zip(owned.optimizers, every.optimizers, strict=True):
+        mine.load_state_dict(whole.state_dict())
+    sizes: list[Any] = [None, None]
+    dist.all_gather_object(sizes, state_size(owned.optimizers))
+    assert sum(sizes) == state_size(every.optimizers)
+    for each in (owned, every):
+        each.step(rank, 2, True)
+    require_equal(owned.net, every.net)
+
+
+@pytest.mark.thorough
+@on_ranks(1)
+def test_a_compiler_leaves_steps_alone(rank: int):
+    """It would trace plans and collectives for minutes."""
+    owned, every = Owned(EXACT), Everywhere()
+    for optimizer in owned.optimizers:
+        optimizer.step = torch.compile(optimizer.step)  # pyright: ignore[reportAttributeAccessIssue]
+    for step in range(2):
+        for each in (owned, every):
+            each.step(rank, step)
+    require_equal(owned.net, every.net)
+
+
 @on_ranks(2)
 def test_a_state_of_optimizers_without_owners_leaves_the_weights_that_were_loaded_before(rank: int):
     """It has no weights of owners, who then have those of the model."""

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from fnddp import torch_private
 from fnddp.adapters.module.steps import Steps
 from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.core import collectives
@@ -32,12 +33,11 @@ from fnddp.reducers.carriers import all_gather, two_shot_mean
 from fnddp.reducers.halves import Owners, to_all, to_owners, with_halves
 from fnddp.run.choose import AUTO
 from fnddp.run.engine import Engine, fail_next
-from fnddp.run.hops import codecs_of, default_cap_mb, owners_of, parameters_of, to_their_owners
+from fnddp.run.hops import codecs_of, default_cap_mb, mark_states, owners_of, parameters_of, to_their_owners
 from fnddp.run.step import Synchronized
 from fnddp.run.vote import StepFailedError
 from fnddp.schedules.choose import partition, warmup
 from fnddp.show.text import count
-from fnddp.torch_private import between_step_hooks, optimizers_in_backward
 from fnddp.transforms.cast import cast
 from fnddp.transforms.memory import ef21, error_feedback
 from fnddp.wire import control
@@ -149,12 +149,7 @@ class _Sharded:
                 self.own[name] = nn.Parameter(memory)
             state = optimizer.state.pop(p, None)
             if state and name in self.own:
-                optimizer.state[self.own[name]] = {
-                    key: self.owners.own(name, value, self.rank).clone()
-                    if isinstance(value, Tensor) and value.shape == p.shape
-                    else value
-                    for key, value in state.items()
-                }
+                optimizer.state[self.own[name]] = {key: self.own_part(name, value) for key, value in state.items()}
             self._versions[name] = p._version
         for name, p in self.parameters.items():
             if name not in self.own:
@@ -163,6 +158,23 @@ class _Sharded:
         places = {**self.own, **self.others}
         for each in optimizer.param_groups:
             each["params"] = [places.get(before.get(id(p), ""), p) for p in each["params"]]
+        mark_states("own", optimizer, {name: self.owners.rows(name, self.rank) for name in self.own})
+        optimizer.register_load_state_dict_post_hook(self._divide_loaded)
+
+    def _divide_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep what this rank owns of a state that `optimizer.load_state_dict` has loaded, such as a whole one."""
+        for p in (*self.parameters.values(), *self.others.values()):
+            optimizer.state.pop(p, None)
+        for name, p in self.own.items():
+            state = optimizer.state.get(p, {})
+            state.update({key: self.own_part(name, value) for key, value in state.items()})
+
+    def own_part(self, name: str, value: Any) -> Any:
+        """Return a copy of what this rank owns of a value of an optimizer's state: its rows, of one like the leaf."""
+        if not isinstance(value, Tensor):
+            return value
+        is_whole = value.shape == self.owners.shape(name)
+        return (self.owners.own(name, value, self.rank) if is_whole else value).clone()
 
     def check(self) -> None:
         """Follow the model's parameters; see `follow`.
@@ -319,6 +331,7 @@ class OwnerDataParallel(DistributedDataParallel):
         # A method, as schedulers expect it, which wrap it in turn.
         optimizer.step, optimizer.zero_grad = MethodType(stepped, optimizer), cleared
 
+    @torch_private.untraced
     def _step(self, sharded: _Sharded, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._steps.settle()
         self._steps.require_same_world()
@@ -340,7 +353,7 @@ class OwnerDataParallel(DistributedDataParallel):
             return done
 
         try:
-            return between_step_hooks(sharded.optimizer, run, args, kwargs)
+            return torch_private.between_step_hooks(sharded.optimizer, run, args, kwargs)
         except BaseException as error:
             if not is_over:  # the other ranks wait for what this one sends
                 fail_next({sharded.engine: error})
@@ -547,7 +560,7 @@ class OwnerDataParallel(DistributedDataParallel):
             of_optimizer, groups = groups[:count], groups[count:]
             names = [name for group in self._names(each) for name in group]
             state = {
-                i: {key: self._own_part(each, name, value) for key, value in saved["state"][name].items()}
+                i: {key: each.own_part(name, value) for key, value in saved["state"][name].items()}
                 for i, name in enumerate(names)
                 if name in each.own and name in saved["state"]
             }
@@ -561,7 +574,7 @@ class OwnerDataParallel(DistributedDataParallel):
             each.follow()  # of weights that were loaded: a state of other hops has none of owners
             for name, whole in dict(saved.get("weights", {})).items():
                 if name in each.own and each.is_apart:
-                    each.own[name].detach().copy_(self._own_part(each, name, whole))
+                    each.own[name].detach().copy_(each.own_part(name, whole))
         for each, codecs in zip(self._sharded, saved.get("codecs", []), strict=False):
             each.engine.state = codecs
 
@@ -595,12 +608,6 @@ class OwnerDataParallel(DistributedDataParallel):
             is_cut = all(isinstance(x, Tensor) and x.shape == (h, *rest) for x, h in zip(of_rows, heights, strict=True))
             joined[key] = torch.cat(of_rows) if is_cut else first
         return joined
-
-    def _own_part(self, each: _Sharded, name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        is_whole = value.shape == each.owners.shape(name)
-        return (each.owners.own(name, value, each.rank) if is_whole else value).clone()
 
     # What has no place here
 
@@ -788,7 +795,7 @@ def _require_plain(model: nn.Module) -> None:
                 f"own: {name!r} is a DTensor, of which each rank has its shard and the state of that; "
                 "leave own out, or fully_shard"
             )
-        if optimizers_in_backward(p):
+        if torch_private.optimizers_in_backward(p):
             raise TypeError(
                 f"own: {name!r} has an optimizer that runs in backward, before a mean is there; leave it out"
             )

@@ -20,7 +20,7 @@ from fnddp.outer.overlapped import Overlapped
 from fnddp.outer.plan import Noted, OuterPlan, lower
 from fnddp.outer.shards import Shards, local, locals_of, shards_of
 from fnddp.run.vote import StepFailedError
-from fnddp.torch_private import without_autocast
+from fnddp.torch_private import untraced, without_autocast
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
@@ -145,6 +145,7 @@ class Attached:
         """Names of the exchanges that have started and not ended yet."""
         return self._exchanges.under_way
 
+    @untraced
     def step(self) -> None:
         """Run the outer step after a local one: called by the optimizer, if there is one. See `attach` for failures.
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +94,38 @@ def owners_of(
             if p.ndim and p.numel() >= CUT and -p.shape[0] % n <= p.shape[0] / 16:
                 apart.add(name)
     return Owners.of(parameters, n, costs, apart)
+
+
+OWNED = "owned"
+"""In the `state_dict` of an optimizer with owners: the rows that the rank which made it owns, by leaf."""
+
+
+def mark_states(who: str, optimizer: torch.optim.Optimizer, owned: Mapping[str, tuple[int, int]]) -> None:
+    """Let `optimizer.state_dict` say what this rank owns, and `load_state_dict` refuse what another rank did.
+
+    Indices of parameters, by which torch stores states, are the same on all ranks, so nothing else would tell.
+    """
+    mine = {name: list(rows) for name, rows in owned.items()}
+
+    def mark(_: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        saved[OWNED] = mine
+
+    def check(of: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        theirs = saved.get(OWNED, mine)
+        if theirs != mine:
+            raise ValueError(
+                f"{who}: this state of {type(of).__name__} is that of the leaves {_some(theirs)}, which the rank that "
+                f"saved it owned; this one owns {_some(mine)}. Let each rank load its own, or save with "
+                "optimizer_state_dict() and load with load_optimizer_state_dict, for any number of ranks"
+            )
+
+    optimizer.register_state_dict_post_hook(mark)
+    optimizer.register_load_state_dict_pre_hook(check)
+
+
+def _some(owned: Mapping[str, list[int]]) -> str:
+    names = [f"{name!r} (rows {begin} to {end - 1})" for name, (begin, end) in owned.items()]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"
 
 
 def to_their_owners(leaves: Mapping[str, Tensor], owners: Sequence[Owners]) -> to_owners:

@@ -24,8 +24,9 @@ from fnddp.core.tree import Leaves
 from fnddp.integrations.fsdp.unit import layers_of, require_codecs
 from fnddp.reducers.carriers import allgather
 from fnddp.reducers.halves import OwnerRows, Owners
+from fnddp.run.hops import mark_states
 from fnddp.run.vote import StepFailedError
-from fnddp.torch_private import between_step_hooks
+from fnddp.torch_private import between_step_hooks, untraced
 from fnddp.transforms.memory import ef21
 from fnddp.wire import control
 
@@ -69,6 +70,7 @@ class Matrices:
         self._gather()
         self._course: Generator[list[str]] = self._exchanges()
         self._tell: Callable[[BaseException], None] | None = None  # what other ranks wait for, if this one fails
+        mark_states("own_matrices", optimizer, {name: (0, p.shape[0]) for name, p in self._own.items()})
         step = optimizer.step
 
         @functools.wraps(step)
@@ -121,6 +123,7 @@ class Matrices:
 
     # A step
 
+    @untraced
     def _step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._failure is not None:
             raise RuntimeError("own_matrices: an earlier step failed; restart from a checkpoint") from self._failure
