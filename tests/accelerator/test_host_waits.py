@@ -170,12 +170,16 @@ def by_outer_steps(rank: int, device: str, x: Tensor, text: str) -> Callable[[in
     optimizer = sgd(model)
     attached = outer.attach(model, optimizer, outer.parse(text))
 
+    def local_step() -> None:
+        optimizer.zero_grad()
+        (attached, model(x))[1].square().mean().backward()
+        optimizer.step()
+
     def step(_: int) -> None:
         for _ in range(4):  # of which each fragment exchanges once
-            optimizer.zero_grad()
-            (attached, model(x))[1].square().mean().backward()
-            optimizer.step()
+            local_step()
 
+    local_step()  # so that no exchange is under way behind four: ranks would abandon it at different points
     return step
 
 
