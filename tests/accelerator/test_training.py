@@ -276,6 +276,7 @@ def with_outer_steps(rank: int, device: str, text: str) -> Any:
         optimizer.zero_grad()
         loss_of(model, rank, step, device).backward()
         optimizer.step()
+    attached.detach()
     return result(model, attached.state)
 
 
