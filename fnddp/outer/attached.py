@@ -46,7 +46,8 @@ def attach(
     parameters and state are then those after the local step, and the next step exchanges again.
 
     All ranks must take the same number of steps. Where a step is sometimes left out, as by a `GradScaler`, pass no
-    optimizer, and call `Attached.step` each time.
+    optimizer, and call `Attached.step` each time. Call `Attached.detach` on all ranks before you drop it: an exchange
+    that is abandoned under way has sent more on some ranks than on others, and what comes next may meet the rest.
 
     Args:
         model: Its parameters that require gradients are exchanged. It must not average gradients over the same ranks.
