@@ -232,11 +232,17 @@ class Step:
             self._go_on(block)
 
     def _lacks_weights(self) -> bool:
-        """Return True while weights of other ranks are missing.
+        """Return True while weights of other ranks are missing, and nothing may wait for them within backward.
 
-        Nothing waits for them within backward: steps of several models may come in another order on each rank.
+        Steps of several models may come in another order on each rank. On an accelerator, time may not decide: the
+        model's own collectives, such as those of SyncBatchNorm, may be on the same group. There a step that asks for
+        weights issues nothing before `agree`, and one with weights waits for them.
         """
-        return self._scale is None and self._is_weighing and self._vote is not None and not self._vote.is_weighed
+        if self._scale is not None or not self._is_weighing or self._vote is None:
+            return False
+        if self._program.device.is_asynchronous:
+            return self.exchanges_weights is None
+        return not self._vote.is_weighed
 
     def _go_on(self, block: bool) -> None:
         segments = self._program.segments

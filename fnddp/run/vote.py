@@ -85,7 +85,7 @@ class Vote:
 
     @property
     def is_weighed(self) -> bool:
-        """True if `scale` does not wait for other ranks: their weights are here, and valid.
+        """True if `scale` does not wait for other ranks: their weights are here, and valid. Not on an accelerator.
 
         Ranks that fail because of a weight tell each other why.
         """
@@ -93,7 +93,7 @@ class Vote:
             return True
         if not self._work.is_completed():
             return False
-        return self._device.is_asynchronous or bool((self._flags >= NO_WEIGHT.number).all())
+        return bool((self._flags >= NO_WEIGHT.number).all())
 
     @property
     def is_refusable(self) -> bool:

@@ -25,6 +25,7 @@ from fnddp import outer
 from fnddp.integrations.checkpoint import load, save
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
 from fnddp.laws import bits
+from fnddp.run.vote import Vote
 from tests.accelerator.conftest import ORDERS
 from tests.pipelines import nestings
 from tests.sharded import meshes, sharded
@@ -186,6 +187,31 @@ def with_two_models_in_a_backward(rank: int, device: str) -> Any:
             optimizer.step()
             optimizer.zero_grad()
     return [result(one, one.sync_state), result(two, two.sync_state)]
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """The identity, whose gradient is summed over ranks within backward, as in SyncBatchNorm."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+def beside_collectives_of_the_model(rank: int, device: str, has_weights: bool) -> Any:
+    """Weights of ranks, or that there are none, are here in time on the second rank alone."""
+    model = module(device, "fp16(allreduce)")
+    model.module.norm.register_forward_hook(lambda _module, _inputs, x: _SumOfGradients.apply(x))
+    around = model.weight if has_weights else lambda _: nullcontext()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Vote, "is_weighed", property(lambda _: rank == 1))
+        train(rank, device, model, lambda step: around(3 + 2 * rank + step))
+    return result(model)
 
 
 def stream_of(device: str) -> Any:
@@ -353,6 +379,7 @@ LEVELS = [
 TWO: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     *((way, (text,)) for way, text in product(WAYS, PIPELINES[:4])),
     *((each, ()) for each in (accumulating, weighted, without_some_gradients, with_two_models_in_a_backward)),
+    *((beside_collectives_of_the_model, (has_weights,)) for has_weights in (False, True)),
     *((each, ()) for each in (with_the_optimizer_on_another_stream, on_another_stream, reading_means_late)),
     *((each, ()) for each in (with_autocast, with_a_checkpoint, with_weighted_shards)),
     *((with_a_loss_scaler, (text,)) for text in (POWERSGD, QUANTIZED)),
