@@ -2,6 +2,7 @@
 
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import logging
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from fnddp.simulation.ranks import RankFailed, run_threads
 from tests.forks import forks
@@ -138,6 +140,9 @@ def _serve(rank: int, port: int, jobs: Any, results: Any, traces: str, module: s
             finally:
                 if dist.is_initialized() and not may_die:
                     dist.destroy_process_group()
+                    _clear_sharding_prop_cache()  # which keeps meshes, and so threads of gloo that wake all the time,
+                    if job % 8 == 0:
+                        gc.collect()  # as cycles do
             results.put((rank, pickle.dumps(result), pickle.dumps(error), trace))
             if may_die:
                 results.close()
