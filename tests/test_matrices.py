@@ -1,5 +1,6 @@
 """Muon on FSDP2's shards: the weights of torch's Muon on whole matrices, on shards of any number, and of HSDP."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,23 @@ def test_what_is_written_into_shards_themselves_counts(rank: int, through: str, 
     sharded.step(rank, 1)
     for got, half in zip(sharded.weights(), halves.values(), strict=True):
         torch.testing.assert_close(got, half.full_tensor(), rtol=0, atol=0.07)  # one step of 0.02, in 4 bits
+
+
+@on_ranks(2)
+def test_the_optimizers_own_methods_save_and_load_what_a_rank_owns(rank: int):
+    sharded, again = Sharded(), Sharded()
+    for step in range(2):
+        sharded.step(rank, step)
+    again.net.load_state_dict({name: p.clone() for name, p in sharded.net.state_dict().items()})
+    again.muon.load_state_dict(copy.deepcopy(sharded.muon.state_dict()))  # torch shares what it loads
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, sharded.muon.state_dict())
+    with pytest.raises(ValueError, match=r"^own_matrices: this state of Muon is that of the leaves '"):
+        sharded.muon.load_state_dict(states[1 - rank])
+    for each in (sharded, again):
+        each.step(rank, 2)
+    for got, want in zip(again.weights(), sharded.weights(), strict=True):
+        assert torch.equal(got, want)
 
 
 @on_ranks(2)
