@@ -487,6 +487,15 @@ def has_other_hooks(parameter: Tensor) -> bool:
     return len(hooks or ()) > 1 or bool(optimizers_in_backward(parameter))
 
 
+without_torch_function: Any = _C._disabled_torch_function_impl  # a subclass that sees operations at their dispatch
+
+
+def stand_in(kind: type[Tensor], like: Tensor) -> Any:
+    """Return a tensor of a subclass that has no memory."""
+    make: Any = Tensor._make_wrapper_subclass
+    return make(kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Return whether `tensor` stands for several, within vmap or `is_grads_batched`."""
     return is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor)

@@ -125,7 +125,7 @@ def test_weights_are_those_of_the_optimizers_on_every_rank(rank: int):
         for each in (owned, every):
             loss_of(each.model(batch(rank, step), step > 2)).backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in every.net.parameters() if p.grad is not None])
-        total = owned.model.clip_grad_norm_(0.1)
+        total = torch.nn.utils.clip_grad_norm_(owned.net.parameters(), 0.1)
         torch.testing.assert_close(total, norm, rtol=2e-7, atol=0)  # that of rows to rounding
         torch.nn.utils.clip_grads_with_norm_(every.net.parameters(), 0.1, total)
         for each in (owned, every):
@@ -388,21 +388,89 @@ def test_sparse_gradients_go_to_optimizers_that_need_them(rank: int):
     require_equal(model, reference)
 
 
-@on_ranks(2)
-def test_gradients_that_only_the_module_has_cleared_are_a_warning(rank: int):
-    owned = Owned(EXACT)
-    adamw = owned.optimizers[1]
-    for step in range(2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            loss_of(owned.model(batch(rank, 10 + step))).backward()  # adds up, before any step
-            owned.step(rank, step)
-    loss_of(owned.model(batch(rank, 2))).backward()
-    adamw.step()
+@on_ranks(2, 3)
+def test_the_models_gradients_stand_for_those_of_owners(rank: int):
+    """Norms, clipping, scaling and clearing reach them, as if every rank had the mean; all else is a named error."""
+    owned, every = Owned(EXACT), Everywhere()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def require_same_gradients() -> None:
+        for name, p in every.net.named_parameters():
+            mine = owned.net.get_parameter(name).grad
+            assert (mine is None) == (p.grad is None), name
+            if mine is not None and p.grad is not None:
+                for order in (2.0, 1.0, torch.inf):
+                    torch.testing.assert_close(mine.norm(order), p.grad.norm(order))
+                own = next((each.own[name].grad for each in owned.model._sharded if name in each.own), None)
+                whole = owned.model.owners.own(name, p.grad, rank)
+                assert own is None or torch.allclose(own, whole, rtol=1e-6), name
+
+    def backward(step: int, scale: float = 1.0) -> None:
+        for each in (owned, every):
+            (scale * loss_of(each.model(batch(rank, step)))).backward()
+
+    for clear in (lambda net: net.zero_grad(), lambda net: net.zero_grad(set_to_none=False)):
+        backward(0)
+        require_same_gradients()
+        for each in (owned, every):
+            torch.nn.utils.clip_grad_value_(each.net.parameters(), 1e-3)
+        require_same_gradients()
+        backward(1)  # adds up
+        require_same_gradients()
+        for each in (owned, every):
+            clear(each.net)
+        backward(2)
+        require_same_gradients()
+        for each in (owned, every):
+            each.update()
+    require_equal(owned.net, every.net)
+
+    backward(3, scaler.scale(torch.ones(())).item())
+    assert owned.net.layers[0].weight.grad is not None
+    scaled = owned.net.layers[0].weight.grad.norm()
+    for each in owned.optimizers:
+        scaler.unscale_(each)
+    torch.testing.assert_close(owned.net.layers[0].weight.grad.norm() * 8, scaled)
+    with pytest.raises(RuntimeError, match=r"aten.add.Tensor cannot have that of 'layers.0.weight'.*param_groups"):
+        owned.net.layers[0].weight.grad + 1
+    with pytest.raises(RuntimeError, match=r"clip those of the model"):
+        torch.nn.utils.clip_grad_norm_([p for o in owned.optimizers for g in o.param_groups for p in g["params"]], 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(owned.net.parameters(), 1e-3)  # still there
+    assert norm > 0
+    torch.testing.assert_close(owned.model.clip_grad_norm_(1.0), torch.tensor(1e-3))
     owned.net.zero_grad()
-    loss_of(owned.model(batch(rank, 3))).backward()
-    with pytest.warns(UserWarning, match="zero_grad of the module"):
-        adamw.step()
+    before = weights(owned.net)
+    owned.update()
+    assert bits(weights(owned.net)) == bits(before)  # nothing to step with
+
+
+@on_ranks(2)
+def test_backwards_behind_one_that_was_synchronized(rank: int):
+    """Within no_sync: it counts in the next. One that fails: gradients are those of before."""
+    owned, every = Owned(EXACT), Everywhere()
+    for each in (owned, every):
+        loss_of(each.model(batch(rank, 0))).backward()
+        with each.model.no_sync():
+            loss_of(each.model(batch(rank, 1))).backward()
+        loss_of(each.model(batch(rank, 2))).backward()
+    norms = [torch.nn.utils.clip_grad_norm_(each.net.parameters(), 1.0) for each in (owned, every)]
+    torch.testing.assert_close(*norms)
+    weight = owned.net.layers[0].weight
+    output = owned.model(batch(rank, 3))
+    if rank == 1:
+        handle = weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(output).backward()
+        handle.remove()
+        owned.model._steps.settle()
+    else:
+        with pytest.raises(StepFailedError):
+            loss_of(output).backward()
+    torch.testing.assert_close(owned.model.clip_grad_norm_(1.0), norms[0].clamp(max=1.0))
+    for each in (owned, every):
+        each.update()
+    for name, p in owned.net.named_parameters():
+        torch.testing.assert_close(p, every.net.get_parameter(name))
 
 
 @on_ranks(2)
@@ -437,6 +505,7 @@ def test_a_backward_that_fails_on_a_rank_leaves_all_as_it_was(rank: int):
         ("closure", TypeError, "got a closure"),
         ("closure on one rank", TypeError, "got a closure"),
         ("only no_sync", RuntimeError, "that no backward has synchronized"),
+        ("last no_sync", RuntimeError, "that no backward has synchronized"),
         ("new parameter", RuntimeError, "has no owner"),
         ("join", TypeError, "weight\\(0\\)"),
         ("autograd.grad", RuntimeError, "torch.autograd.grad and create_graph"),
@@ -446,11 +515,11 @@ def test_a_backward_that_fails_on_a_rank_leaves_all_as_it_was(rank: int):
 def test_what_owners_cannot_do_is_refused_on_all_ranks(rank: int, case: str, error: type[Exception], text: str):
     owned = Owned(EXACT)
     adamw = owned.optimizers[1]
-    if case == "only no_sync":
+    if case not in ("only no_sync", "autograd.grad", "assign"):
+        loss_of(owned.model(batch(rank, 0))).backward()
+    if "no_sync" in case:
         with owned.model.no_sync():
             loss_of(owned.model(batch(rank, 0))).backward()
-    elif case not in ("autograd.grad", "assign"):
-        loss_of(owned.model(batch(rank, 0))).backward()
     if case == "new parameter":
         adamw.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 

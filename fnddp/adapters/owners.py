@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fnddp import torch_private
 from fnddp.adapters.module.steps import Steps
 from fnddp.adapters.module.wrapper import DistributedDataParallel
+from fnddp.adapters.owned_gradient import OthersGradient, OwnedGradient
 from fnddp.core import collectives
 from fnddp.core.agreement import RankMismatchError, agree
 from fnddp.core.codec import Codec
@@ -52,15 +52,23 @@ STATE = "state."
 class _OwnerSteps(Steps):
     """Steps whose means are this rank's own leaves alone."""
 
-    receive: Callable[[str, Tensor, int | None], None]
-    found: Callable[[Tensor | bool], None]
+    owners: "OwnerDataParallel"
+
+    def _start(self, forward_weight: Any, accumulated: str = "") -> Any:
+        if self._open() is None:
+            self.owners.make_way()
+        return super()._start(forward_weight, accumulated)
+
+    def _undo(self) -> None:
+        super()._undo()
+        self.owners.stand_in_again()
 
     def _end(self) -> Synchronized:
         step = self.engine.step
         assert step is not None
         step.watch(False)  # ranks agree on whether anything was not finite: a loss scaler skips on all, or on none
         done = super()._end()
-        self.found(step.found_nonfinite)
+        self.owners.begin_gradients(step.found_nonfinite)
         return done
 
     def _write(self, done: Synchronized, taken: Any) -> None:
@@ -68,7 +76,7 @@ class _OwnerSteps(Steps):
             if name in done.unused and not (self.engine.sync.gives_later and bool(mean.any())):
                 continue
             self.parameters[name].grad = None
-            self.receive(name, mean, taken.sparse.get(name))
+            self.owners.receive(name, mean, taken.sparse.get(name))
 
     def _feed_with_placeholder(self, taken: Any, name: str, grad: Tensor) -> Tensor:
         self._stop(
@@ -92,9 +100,9 @@ class _Sharded:
     Attributes:
         own: What this rank owns, by name: a parameter that shares memory with the model's, or one of its own.
         is_apart: True if the weights of the owner have memory of their own.
-        others: One element that stands for all leaves of other ranks, if there are any, in the place of the first of
-            them. Its gradient is zero, or NaN: a loss scaler reads there that gradients were finite, on a rank whose
-            own leaves have none. No step sees it.
+        others: One element in the place of each leaf of other ranks. The first one's gradient is zero, or NaN: a loss
+            scaler reads there that gradients were finite, on a rank whose own leaves have none. No step sees it.
+        stand_ins: What stands in `.grad` of the model's parameters that have a gradient at their owners.
     """
 
     def __init__(
@@ -115,8 +123,7 @@ class _Sharded:
         self.is_apart = not (self._is_exact and dtype in (None, *{p.dtype for p in self.parameters.values()}))
         self.own: dict[str, nn.Parameter] = {}
         self.others: dict[str, nn.Parameter] = {}
-        self.is_spent = False  # a step has used the gradients that are there
-        self.adds_to_spent = False
+        self.stand_ins: dict[str, OwnedGradient] = {}
         self._versions: dict[str, int] = {}
         self._take(dtype)
         sync = with_halves(codecs, to_all(owners=owners)).over(group, unnamed_only=True)
@@ -154,10 +161,10 @@ class _Sharded:
         for name, p in self.parameters.items():
             if name not in self.own:
                 self.others[name] = nn.Parameter(torch.zeros((1,) * p.ndim, dtype=self._dtypes[name], device=p.device))
-                break
         places = {**self.own, **self.others}
         for each in optimizer.param_groups:
             each["params"] = [places.get(before.get(id(p), ""), p) for p in each["params"]]
+        self.places = list(places.values())
         mark_states("own", optimizer, {name: self.owners.rows(name, self.rank) for name in self.own})
         optimizer.register_load_state_dict_post_hook(self._divide_loaded)
 
@@ -182,14 +189,7 @@ class _Sharded:
         Raises:
             RuntimeError: A gradient was never synchronized, or the optimizer has new parameters.
         """
-        if self.adds_to_spent:
-            self.adds_to_spent = False
-            name = type(self.optimizer).__name__
-            warnings.warn(
-                f"own: a backward has added to gradients that {name}.step had used before, for zero_grad of the module "
-                f"does not reach them; call zero_grad of {name}, or of the wrapped model",
-                stacklevel=2,
-            )
+        self.follow_cleared()
         mine = {id(p) for p in (*self.own.values(), *self.others.values(), *self.parameters.values())}
         for each in self.optimizer.param_groups:
             for p in each["params"]:
@@ -199,7 +199,7 @@ class _Sharded:
                         "model was wrapped, which has no owner; add it before"
                     )
         for name, p in self.parameters.items():
-            if p.grad is not None:
+            if (p.grad.added if isinstance(p.grad, OwnedGradient) else p.grad) is not None:
                 raise RuntimeError(
                     f"own: {name!r} has a gradient that no backward has synchronized, of a backward within no_sync, or "
                     "of the module itself; run the last backward of a step outside of no_sync, on the wrapped model"
@@ -217,6 +217,26 @@ class _Sharded:
             elif p._version != self._versions[name]:
                 own.detach().copy_(rows)
                 self._versions[name] = p._version
+
+    def follow_cleared(self) -> None:
+        """Clear the gradients whose stand-ins are gone, as by `zero_grad` of the module."""
+        for name in [name for name, each in self.stand_ins.items() if self.parameters[name].grad is not each]:
+            del self.stand_ins[name]
+            for p in [self.own[name]] if name in self.own else self.others.values():
+                p.grad = None
+
+    def make_way(self) -> None:
+        """Take stand-ins out of the model's parameters: a backward accumulates there."""
+        self.follow_cleared()
+        for name, each in self.stand_ins.items():
+            self.parameters[name].grad, each.added = each.added, None
+
+    def stand_in_again(self) -> None:
+        """Put back what `make_way` has taken out, with what was not synchronized."""
+        for name, each in self.stand_ins.items():
+            p = self.parameters[name]
+            if p.grad is not each:
+                p.grad, each.added = each, p.grad
 
     @torch.no_grad()
     def send(self) -> None:
@@ -248,7 +268,7 @@ class _Sharded:
 
     @contextmanager
     def without_others(self) -> Generator[None]:
-        """Hide the gradient that stands for leaves of other ranks."""
+        """Hide the gradients that stand for leaves of other ranks."""
         grads = [p.grad for p in self.others.values()]
         try:
             for p in self.others.values():
@@ -280,7 +300,7 @@ class OwnerDataParallel(DistributedDataParallel):
     """A wrapped module whose gradients go to the ranks that own them, and whose weights come from there: see `own`.
 
     It is a `fnddp.DistributedDataParallel`: `no_sync`, `weight`, `plan`, `sync_state` and what it says about failures
-    hold. Gradients are in the parameters of the optimizer, not in those of the model.
+    hold. Gradients are in the parameters of the optimizer; in those of the model others stand for them.
     """
 
     steps_class = _OwnerSteps
@@ -299,8 +319,9 @@ class OwnerDataParallel(DistributedDataParallel):
         leaves = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._half = to_their_owners(leaves, owners)
         super().__init__(module, sync=gradients, **options)
-        self._steps.receive, self._steps.found = self._receive, self._note_nonfinite  # pyright: ignore
+        self._steps.owners = self  # pyright: ignore[reportAttributeAccessIssue]
         self._is_nonfinite: Tensor | bool = False
+        self._norms: dict[float, dict[str, Tensor]] = {}  # those that are not taken yet
         self._has_others: set[_Sharded] = set()  # of those whose other leaves have got means of this backward
         self._sharded = [
             _Sharded(optimizer, parameters, each, weights, self._group, master_dtype, self._bucket_caps)
@@ -324,7 +345,7 @@ class OwnerDataParallel(DistributedDataParallel):
         @functools.wraps(zero_grad)
         def cleared(*args: Any, **kwargs: Any) -> None:
             zero_grad(*args, **kwargs)
-            sharded.is_spent = sharded.adds_to_spent = False
+            sharded.stand_ins.clear()
             for p in sharded.parameters.values():
                 p.grad = None
 
@@ -348,7 +369,7 @@ class OwnerDataParallel(DistributedDataParallel):
             sharded.check()
             with sharded.without_others():
                 done = step(*args, **kwargs)
-            is_over = sharded.is_spent = True
+            is_over = True
             self._send(sharded)
             return done
 
@@ -396,9 +417,30 @@ class OwnerDataParallel(DistributedDataParallel):
             self._engine.broken = error
             raise
 
-    def _receive(self, name: str, mean: Tensor, sparse_dims: int | None) -> None:
-        """Add the mean of what this rank owns to the gradient of its own parameter."""
+    # Gradients
+
+    def make_way(self) -> None:
+        """Let a backward accumulate in the model's parameters."""
+        for each in self._sharded:
+            each.make_way()
+
+    def stand_in_again(self) -> None:
+        """Undo `make_way`, for a backward that has failed."""
+        for each in self._sharded:
+            each.stand_in_again()
+
+    def begin_gradients(self, is_nonfinite: Tensor | bool) -> None:
+        """Expect means, of which some rank's may not be finite."""
+        self._is_nonfinite, self._has_others = is_nonfinite, set()
+        self._norms.clear()
+
+    def receive(self, name: str, mean: Tensor, sparse_dims: int | None) -> None:
+        """Add the mean of what this rank owns to the gradient of its own parameter, for which the model's stands in."""
         sharded = self._of[name]
+        p = sharded.parameters[name]
+        if name not in sharded.stand_ins:
+            sharded.stand_ins[name] = OwnedGradient(name, p, self)
+        p.grad = sharded.stand_ins[name]
         own = sharded.own.get(name)
         if own is None:
             if sharded in self._has_others:
@@ -412,47 +454,52 @@ class OwnerDataParallel(DistributedDataParallel):
         if sparse_dims is None and mean.stride() != own.stride():
             mean = torch.empty_like(own).copy_(mean)
         mean = mean if sparse_dims is None else mean.to_sparse(sparse_dims)
-        if own.grad is None:
-            own.grad, sharded.is_spent = mean, False
-        else:
-            own.grad, sharded.adds_to_spent = own.grad + mean, sharded.adds_to_spent or sharded.is_spent
+        mean = mean if own.grad is None else own.grad + mean
+        own.grad = mean if name in sharded.own else OthersGradient(mean)
 
-    def _note_nonfinite(self, is_nonfinite: Tensor | bool) -> None:
-        self._is_nonfinite, self._has_others = is_nonfinite, set()
+    def change_gradient(self, name: str, change: Callable[[Tensor], object]) -> None:
+        """Apply `change` to what this rank owns of a gradient, if anything."""
+        self._norms.clear()
+        own = self._of[name].own.get(name)
+        if own is not None and own.grad is not None:
+            change(own.grad)
 
     @torch.no_grad()
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> Tensor:
+    def norm_of_gradient(self, name: str, order: float) -> Tensor:
+        """Return the norm of a whole gradient. All ranks call it.
+
+        Those behind it in the order of parameters travel with it, for clipping, which takes them next.
+        """
+        left = self._norms.get(order, {})
+        if name not in left:
+            left = self._gather_norms(order)
+        names = [*left]
+        self._norms[order] = {later: left[later] for later in names[names.index(name) + 1 :]}
+        return left[name]
+
+    def _gather_norms(self, order: float) -> dict[str, Tensor]:
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.module.parameters()) else torch.float32
+        mine = torch.zeros(len(self._of), device=self.device, dtype=dtype)
+        for i, (name, each) in enumerate(self._of.items()):
+            if name in each.own and (grad := each.own[name].grad) is not None:
+                mine[i] = torch.linalg.vector_norm(grad, order)
+        every = collectives.all_gather(mine, self._group)  # [ranks, leaves]
+        norms: dict[str, Tensor] = {}
+        for i, (name, each) in enumerate(self._of.items()):
+            owner = each.owners.owner(name)
+            norms[name] = torch.linalg.vector_norm(every[:, i], order) if owner is None else every[owner, i]
+        return norms
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the gradients of all owners by the norm of all of them together. All ranks call it, before any step.
 
-        In place of `torch.nn.utils.clip_grad_norm_`, which sees on each rank what that rank owns. The norm of leaves
-        that have one owner is that of torch to the bit.
+        It is `torch.nn.utils.clip_grad_norm_` of the model's parameters. The norm of leaves that have one owner is that
+        of torch to the bit.
 
         Returns:
             The norm, the same on all ranks.
         """
-        own = {name: each.own[name] for name, each in self._of.items() if name in each.own}
-        norms = {name: p.grad for name, p in own.items() if p.grad is not None}
-        device = self.device
-        mine = torch.zeros(len(self._of), device=device)
-        for i, name in enumerate(self._of):
-            if name in norms:
-                mine[i] = torch.linalg.vector_norm(norms[name], norm_type)
-        every = collectives.all_gather(mine, self._group)  # [ranks, leaves]
-        of_leaves = torch.stack(
-            [
-                torch.linalg.vector_norm(every[:, i], norm_type)
-                if (owner := self._of[name].owners.owner(name)) is None
-                else every[owner, i]
-                for i, name in enumerate(self._of)
-            ]
-        )
-        total = torch.linalg.vector_norm(of_leaves, norm_type)
-        if error_if_nonfinite and not bool(total.isfinite()):
-            raise RuntimeError(f"clip_grad_norm_: the norm of all gradients is {float(total)}, which clips none")
-        torch.nn.utils.clip_grads_with_norm_(list(own.values()), max_norm, total, foreach)
-        return total
+        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model, and of the parameters of its optimizers."""
@@ -701,10 +748,10 @@ def own(
     mean.
 
     The optimizer keeps its groups, rates and schedules. A leaf has no gradient, and so no state, on ranks that do not
-    own it. Clip with `clip_grad_norm_` of the result, and call what all ranks must (a step, a clip, a checkpoint) on
-    all of them. One that mixes leaves (a norm over all of them, blocks of several leaves, L-BFGS) is wrong here: each
-    rank has only its own. Norms of single leaves (LAMB, LARS, Adafactor, Muon) are right, since whole leaves
-    have one owner.
+    own it. `torch.nn.utils.clip_grad_norm_` of the model's parameters works unchanged. Call what all ranks must (a
+    step, a clip, a checkpoint) on all of them. One that mixes leaves (a norm over all of them, blocks of several
+    leaves, L-BFGS) is wrong here: each rank has only its own. Norms of single leaves (LAMB, LARS, Adafactor, Muon) are
+    right, since whole leaves have one owner.
 
     The wrong choice for a small state on a fast link: a step waits for two hops. For a model that FSDP2 shards, whose
     optimizer holds shards already: see `own_matrices` there.

@@ -1,0 +1,112 @@
+"""What stands in `.grad` of a parameter whose gradient is at the ranks that own it, so that clipping finds it there."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import optree
+import torch
+from torch import Tensor
+
+from fnddp import torch_private
+
+aten: Any = torch.ops.aten
+
+_SCALING = {
+    *(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.zero_.default),
+    *(aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default, aten.nan_to_num_.default),
+}
+
+
+class Owned(Protocol):
+    """Knows the gradients that this rank owns, and the norms of all."""
+
+    def change_gradient(self, name: str, change: Callable[[Tensor], object]) -> None:
+        """Apply `change` to what this rank owns of a gradient, if anything."""
+        ...
+
+    def norm_of_gradient(self, name: str, order: float) -> Tensor:
+        """Return the norm of a whole gradient. All ranks call it."""
+        ...
+
+
+class OwnedGradient(Tensor):
+    """Stands in a parameter's `.grad` for a mean that is at the ranks that own it.
+
+    Norms are those of the whole mean, on all ranks, which all take them in one order. Multiplying by a number, clamping
+    and `zero_` change it where it is. So `torch.nn.utils.clip_grad_norm_` works as on a mean that every rank has. Other
+    operations are a RuntimeError.
+
+    Attributes:
+        path: The name of the parameter.
+        owned: Where the gradient is.
+        added: What backwards have added that are not synchronized yet, if anything.
+    """
+
+    path: str
+    owned: "weakref.ref[Owned]"
+    added: Tensor | None
+
+    @staticmethod
+    def __new__(cls: "type[OwnedGradient]", name: str, parameter: Tensor, owned: Owned) -> "OwnedGradient":
+        made = torch_private.stand_in(cls, parameter)
+        made.path, made.owned, made.added = name, weakref.ref(owned), None
+        return made
+
+    __torch_function__ = torch_private.without_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self, *others = args
+        owned = self.owned() if isinstance(self, cls) else None
+        if func is aten.detach.default:
+            return self
+        if owned is not None and func is aten.add_.Tensor:  # autograd accumulates
+            self.added = others[0].clone() if self.added is None else self.added.add_(others[0])
+            return self
+        if owned is not None and func is aten.linalg_vector_norm.default and len(args) < 3 and not kwargs:
+            return owned.norm_of_gradient(self.path, *(others or [2.0]))
+        if owned is not None and func in _SCALING and not any(isinstance(x, Tensor) and x.ndim for x in others):
+            owned.change_gradient(self.path, lambda mine: func(mine, *others, **(kwargs or {})))
+            return self
+        names = [each.path for each in args if isinstance(each, cls)]
+        what = f"that of {names[0]!r}" if names else "one"
+        raise RuntimeError(  # of a TypeError Python makes "unsupported operand"
+            f"own: gradients are at the ranks that own them, so {func} cannot have {what}. Norms, clipping (as in "
+            "torch.nn.utils.clip_grad_norm_), scaling by a number and zero_ work here, on all ranks alike; what this "
+            "rank owns is in the param_groups of the optimizer"
+        )
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OwnedGradient({self.path!r}, {tuple(self.shape)}, {self.dtype})"
+
+
+class OthersGradient(Tensor):
+    """The gradient of the one element that stands in an optimizer for leaves of other ranks: zero, or NaN.
+
+    A loss scaler reads it. Its norm is a RuntimeError: clipping by that of the optimizer's parameters would use another
+    one on each rank.
+    """
+
+    value: Tensor
+
+    @staticmethod
+    def __new__(cls: "type[OthersGradient]", value: Tensor) -> "OthersGradient":
+        made = torch_private.stand_in(cls, value)
+        made.value = value
+        return made
+
+    __torch_function__ = torch_private.without_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "norm" in func.name():
+            raise RuntimeError(
+                "own: the parameters of this optimizer are those that this rank owns, and their norm is another one on "
+                "each rank; clip those of the model: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+            )
+        plain: Any = optree.tree_map(lambda x: x.value if isinstance(x, OthersGradient) else x, args)  # pyright: ignore
+        return func(*plain, **(kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OthersGradient({self.value!r})"
