@@ -222,10 +222,11 @@ def run(n: int, adapter: str, gloo: Callable[..., list], check: Callable[..., An
 
 
 def every(pipelines: Iterable[str], *, returned: bool = True) -> Any:
+    """Each adapter with each pipeline, and in the first ring with every other one."""
     pairs = [
-        pytest.param(adapter, PIPELINES[name], id=f"{adapter}-{name}")
-        for adapter in ADAPTERS
-        for name in pipelines
+        pytest.param(adapter, PIPELINES[name], id=f"{adapter}-{name}", marks=[pytest.mark.thorough] * ((i + j) % 2))
+        for i, adapter in enumerate(ADAPTERS)
+        for j, name in enumerate(pipelines)
         if adapter not in RETURNED or (returned and "every(" not in PIPELINES[name])
     ]
     return pytest.mark.parametrize(("adapter", "text"), pairs)

@@ -75,7 +75,7 @@ def test_pairs_are_those_that_seeds_clear() -> None:
 
 
 @pytest.mark.parametrize("pair", [EXACT, EIGHT, ("two_shot", FOUR[1])])
-@on_ranks(2, 3)
+@on_ranks(2, pytest.param(3, marks=pytest.mark.thorough))
 def test_bytes_are_those_that_own_sends(rank: int, pair: tuple[str, str]) -> None:
     n = torch.distributed.get_world_size()
     planned = {each[:2]: sent(of) for each, of in plans(Net, n).items()}
@@ -93,6 +93,7 @@ def test_bytes_are_those_that_own_sends(rank: int, pair: tuple[str, str]) -> Non
     assert planned[pair] == counter.wire_bytes
 
 
+@pytest.mark.thorough
 def test_slower_links_never_take_more_bytes() -> None:
     draw = random.Random(35)
     seen: set[tuple[str, str]] = set()

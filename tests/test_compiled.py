@@ -9,8 +9,9 @@ from fnddp.core.tree import flatten_any
 from fnddp.laws import gather
 from tests.pipelines import EXAMPLES
 from tests.ranks import on_ranks
+from tests.rings import one_of
 
-FIRST_RING = [
+ONCE_WRONG = [
     "error_feedback(quantize(two_shot))",  # Inductor's loop split left out ends of leaves
     "error_feedback(bf16(allreduce))",  # Inductor left out casts, and with them the residual
     "topk(qsgd(allgather), k=5, chunk=32)",  # gcc read a sign into products of int32 that overflow
@@ -39,7 +40,7 @@ def inputs_of(rank: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "text",
-    [*FIRST_RING, *(pytest.param(text, marks=pytest.mark.thorough) for text in TRACED)],
+    one_of(len(ONCE_WRONG + TRACED), [*ONCE_WRONG, *TRACED]),
 )
 @on_ranks(2, seconds=240)  # of a compiler
 def test_compiled_equals_eager(rank: int, text: str) -> None:
@@ -58,7 +59,7 @@ def test_compiled_equals_eager(rank: int, text: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("text", FIRST_RING)
+@pytest.mark.parametrize("text", ONCE_WRONG)
 @on_ranks(2)
 def test_plans_for_inductor_equal_eager(rank: int, text: str) -> None:
     sync, inputs = fnddp.parse(text), inputs_of(rank)

@@ -18,6 +18,7 @@ from fnddp.torch_private import functional_collectives
 from fnddp.tree import Leaves
 from tests.pipelines import EXAMPLES
 from tests.ranks import on_ranks
+from tests.rings import one_of
 from tests.test_passes import Applied
 
 MOVING = ("all_gather", "all_to_all")  # which compute nothing
@@ -109,7 +110,7 @@ def test_rows_begin_at_multiples_of_16_bytes_or_of_128(kind, elements, columns):
     assert collective.wire_bytes == 4 * elements * (4 if collective.kind.sends_rows else 1)  # of payloads alone
 
 
-@pytest.mark.parametrize("text", [text for text in EXAMPLES.values() if fnddp.parse(text).traceable])
+@pytest.mark.parametrize("text", one_of(4, (text for text in EXAMPLES.values() if fnddp.parse(text).traceable)))
 def test_every_row_of_every_example_is_aligned(text):
     for collective in fnddp.lower(fnddp.parse(text), laws.mixed(0, 0), world_size=3).collectives:
         assert collective.kind.is_in_place or collective.width * collective.dtype.itemsize % 16 == 0

@@ -14,6 +14,7 @@ from fnddp.adapters.handle import warn_without_memory
 from fnddp.core.sync import Sync
 from fnddp.laws import gather
 from tests.ranks import on_ranks
+from tests.rings import one_of
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # float32 arithmetic, some ten steps deep
 STEPS = 12
@@ -181,7 +182,7 @@ def test_one_bit_with_both_residuals_loses_nothing(rank: int) -> None:
 
 @pytest.mark.parametrize(
     "memory",
-    [error_feedback, ef21, partial(momentum_correction, momentum=0.0)],
+    one_of(3, [error_feedback, ef21, partial(momentum_correction, momentum=0.0)]),
     ids=["error_feedback", "ef21", "momentum_correction"],
 )
 def test_small_gradients_of_16_bits_add_up(memory):

@@ -15,6 +15,7 @@ from fnddp.core.sync import REMEMBERED, State
 from fnddp.integrations.fsdp import compress, compress_shards
 from tests.pipelines import EXAMPLES
 from tests.ranks import on_ranks
+from tests.rings import one_of
 from tests.sharded import batches, loss, meshes, sharded
 
 STEPS = 12
@@ -41,7 +42,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("text", [*REMEMBERING, *MORE])
+@pytest.mark.parametrize("text", one_of(3, [*REMEMBERING, *MORE]))
 @on_ranks(2, threads=True)
 def test_memory_stays_as_it_was(rank: int, text: str) -> None:
     """One element of one leaf on one rank; `every` sends in each second step, and so is left alone for another."""
@@ -76,7 +77,7 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize("way", ["module", "register"])
-@pytest.mark.parametrize("text", PIPELINES)
+@pytest.mark.parametrize("text", one_of(2, PIPELINES))
 @on_ranks(2)
 def test_a_loss_scaler_skips_one_step(rank: int, text: str, way: str) -> None:
     """As with plain DDP; without it, every step after the first that overflowed."""

@@ -26,6 +26,7 @@ from fnddp.laws import bits
 from fnddp.reducers.halves import with_halves
 from fnddp.simulation.ranks import RankFailed
 from tests.ranks import on_ranks
+from tests.rings import one_of
 
 EXACT = {"gradients": "two_shot", "weights": "allgather"}
 FEW_BITS = {"gradients": "error_feedback(quantize(two_shot, bits=4))", "weights": "ef21(quantize(allgather, bits=4))"}
@@ -600,7 +601,7 @@ def resumed(rank: int, hops: dict[str, str], saved: Any, steps: int, folder: str
     return weights(owned.net)
 
 
-@pytest.mark.parametrize("through", ["a dict", "torch.distributed.checkpoint"])
+@pytest.mark.parametrize("through", one_of(2, ["a dict", "torch.distributed.checkpoint"]))
 @HOPS
 def test_a_checkpoint_of_four_ranks_loads_on_one_two_and_three(
     gloo: Any, tmp_path: Path, hops: dict[str, str], through: str
@@ -618,7 +619,7 @@ def test_a_checkpoint_of_four_ranks_loads_on_one_two_and_three(
                 torch.testing.assert_close(got[name], p, rtol=0, atol=1e-3 if hops is EXACT else 1e-2)
 
 
-@pytest.mark.parametrize("saves", [save, async_save])
+@pytest.mark.parametrize("saves", one_of(2, [save, async_save]))
 @HOPS
 @on_ranks(2)
 def test_a_checkpoint_in_one_call(rank: int, hops: dict[str, str], saves: Any, tmp_path: Path):

@@ -20,6 +20,7 @@ from fnddp.tree import Leaves, Tree
 from fnddp.wire.groups import World
 from tests.pipelines import EXAMPLES, TREES
 from tests.ranks import on_ranks
+from tests.rings import one_of
 from tests.traces import TracesOfThreads
 
 
@@ -176,7 +177,7 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.parametrize("text", TOGETHER)
+@pytest.mark.parametrize("text", one_of(3, TOGETHER))
 @pytest.mark.parametrize("converts", [False, True])
 @on_ranks(3, threads=True)
 def test_leaves_that_are_encoded_together_are_not_mixed_up(rank: int, monkeypatch, text, converts):

@@ -21,6 +21,7 @@ from fnddp.plan.plan import Plan
 from fnddp.wire.groups import World, within
 from tests.pipelines import EXAMPLES, HALVES, grads
 from tests.ranks import on_ranks
+from tests.rings import one_of
 from tests.test_passes import Applied
 
 aten: Any = torch.ops.aten
@@ -158,7 +159,7 @@ def test_second_rounds_follow_the_first_round_of_the_next_bucket():
     assert slots == sorted(slots)
 
 
-@pytest.mark.parametrize("text", EXAMPLES.values(), ids=EXAMPLES)
+@pytest.mark.parametrize("text", one_of(4, EXAMPLES.values()), ids=EXAMPLES)
 def test_state_is_written_over_only_after_all_collectives(text):
     """A step that fails on another rank leaves the state alone, and gradients that are donated at the end."""
     sync, traces = fnddp.parse(text), Traces()

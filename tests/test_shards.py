@@ -97,7 +97,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(2, pytest.param(4, marks=pytest.mark.thorough))
+@pytest.mark.thorough
+@on_ranks(2, 4)
 def test_without_a_codec_it_is_fsdp(rank: int) -> None:
     """With any option of FSDP, with gradients accumulated whole and as shards, and a layer left out.
 
