@@ -17,11 +17,11 @@ from fnddp.cost.estimate import Compute
 from fnddp.run import choose as choosing
 from fnddp.simulation.ranks import run_threads
 from fnddp.wire.control import result_of
+from tests.rings import one_of
 
 TRIPLES = 20
 MODEL = """
 import torch
-from tests.rings import one_of
 
 def make():
     module = torch.nn.Sequential({layers})
