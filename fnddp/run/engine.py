@@ -32,6 +32,7 @@ from fnddp.run.backends import warn
 from fnddp.run.program import PlanMemory, Program, without_schedule
 from fnddp.run.step import Step, Synchronized, in_profile, require_noticed
 from fnddp.run.vote import Vote
+from fnddp.show.text import count
 from fnddp.show.trace import Observer, Taken, debug_level
 from fnddp.wire.c10d import C10D, C10d, with_dedicated_groups
 from fnddp.wire.groups import World, identity, live_group
@@ -417,9 +418,9 @@ class Engine:
         self._observer.show(plan)
         if (seconds := perf_counter() - begun) > SLOW_SECONDS:
             warn(
-                "lowered %r for %d leaves in %.1f s, which happens once for each phase and order of gradients",
+                "lowered %r for %s in %.1f s, which happens once for each phase and order of gradients",
                 self.sync,
-                len(self.leaves),
+                count(len(self.leaves), "leaf", "leaves"),
                 seconds,
             )
         return program
