@@ -10,6 +10,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -408,7 +409,7 @@ def test_the_models_gradients_stand_for_those_of_owners(rank: int):
 
     def backward(step: int, scale: float = 1.0) -> None:
         for each in (owned, every):
-            (scale * loss_of(each.model(batch(rank, step)))).backward()
+            (scale * loss_of(each.model(batch(rank, step), step == 0))).backward()  # later ones leave a part out
 
     for clear in (lambda net: net.zero_grad(), lambda net: net.zero_grad(set_to_none=False)):
         backward(0)
@@ -436,7 +437,9 @@ def test_the_models_gradients_stand_for_those_of_owners(rank: int):
         owned.net.layers[0].weight.grad + 1
     with pytest.raises(RuntimeError, match=r"clip those of the model"):
         torch.nn.utils.clip_grad_norm_([p for o in owned.optimizers for g in o.param_groups for p in g["params"]], 1.0)
-    norm = torch.nn.utils.clip_grad_norm_(owned.net.parameters(), 1e-3)  # still there
+    with mock.patch.object(owned.model, "_gather_norms", wraps=owned.model._gather_norms) as gathering:
+        norm = torch.nn.utils.clip_grad_norm_(owned.net.parameters(), 1e-3)  # still there
+    assert gathering.call_count == 1  # for all leaves
     assert norm > 0
     torch.testing.assert_close(owned.model.clip_grad_norm_(1.0), torch.tensor(1e-3))
     owned.net.zero_grad()

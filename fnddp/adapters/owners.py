@@ -59,6 +59,10 @@ class _OwnerSteps(Steps):
             self.owners.make_way()
         return super()._start(forward_weight, accumulated)
 
+    def _finish(self) -> None:
+        super()._finish()
+        self.owners.stand_in_again()  # where this backward had no gradient
+
     def _undo(self) -> None:
         super()._undo()
         self.owners.stand_in_again()
@@ -327,7 +331,8 @@ class OwnerDataParallel(DistributedDataParallel):
             _Sharded(optimizer, parameters, each, weights, self._group, master_dtype, self._bucket_caps)
             for optimizer, parameters, each in zip(optimizers, named, owners, strict=True)
         ]
-        self._of = {name: each for each in self._sharded for name in each.parameters}
+        of = {name: each for each in self._sharded for name in each.parameters}
+        self._of = {name: of[name] for name, _ in module.named_parameters() if name in of}  # the order of clipping
         for sharded in self._sharded:
             self._wrap(sharded)
 
@@ -425,7 +430,7 @@ class OwnerDataParallel(DistributedDataParallel):
             each.make_way()
 
     def stand_in_again(self) -> None:
-        """Undo `make_way`, for a backward that has failed."""
+        """Undo `make_way`, for what a backward has not reached, or all if it has failed."""
         for each in self._sharded:
             each.stand_in_again()
 
