@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import takewhile
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -168,7 +169,6 @@ class _Sharded:
         places = {**self.own, **self.others}
         for each in optimizer.param_groups:
             each["params"] = [places.get(before.get(id(p), ""), p) for p in each["params"]]
-        self.places = list(places.values())
         mark_states("own", optimizer, {name: self.owners.rows(name, self.rank) for name in self.own})
         optimizer.register_load_state_dict_post_hook(self._divide_loaded)
 
@@ -477,10 +477,10 @@ class OwnerDataParallel(DistributedDataParallel):
         """
         left = self._norms.get(order, {})
         if name not in left:
-            left = self._gather_norms(order)
-        names = [*left]
-        self._norms[order] = {later: left[later] for later in names[names.index(name) + 1 :]}
-        return left[name]
+            left = self._norms[order] = self._gather_norms(order)
+        for before in [*takewhile(lambda each: each != name, left)]:
+            del left[before]
+        return left.pop(name)
 
     def _gather_norms(self, order: float) -> dict[str, Tensor]:
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.module.parameters()) else torch.float32
