@@ -2,9 +2,17 @@
 
 No accelerator is needed: the CPU stands for one, whose plans are those of `fnddp.device.Accelerator`, and a list of
 tensors that runs as one `_foreach` operation counts once. Run `python benchmarks/measure_kernels.py`.
+
+With `--device cuda` it counts the kernels that torch's profiler sees, of Python and of Inductor, and times them.
 """
 
+import argparse
+import gc
+import time
+from collections import Counter
+
 from contextlib import nullcontext
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -155,8 +164,69 @@ def ours(shapes: list[tuple[int, ...]], text: str) -> tuple[int, int]:
     return found
 
 
+def on_cuda(model: nn.Module) -> tuple[int, float, float]:
+    """Return kernels of a step, milliseconds that they take, and milliseconds in which the host launches them."""
+    x = torch.zeros((), device="cuda")
+
+    def step() -> float:
+        model.zero_grad()
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        model(x).backward()
+        return 1e3 * (time.perf_counter() - begun)
+
+    for _ in range(STEPS):
+        step()
+    host = median(step() for _ in range(21))
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    ran = [event for event in profiler.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event for event in ran if not event.name.startswith(("Memcpy", "Memset", "fnddp", "ProfilerStep"))]
+    return len(kernels), sum(event.device_time for event in ran) / 1e3, host
+
+
+def table_of_cuda(widths: list[int]) -> None:
+    """Print kernels and times of each pipeline, and what Triton made of those that Inductor compiles."""
+    print("| pipeline | run by | leaves | MB | kernels | ms of the GPU | ms of the host |\n|---|---|--:|--:|--:|--:|--:|")
+    for shapes in [shapes(width=width) for width in widths for shapes in (transformer, deep)]:
+        size = f"{len(shapes)} | {4e-6 * sum(torch.Size(shape).numel() for shape in shapes):.0f}"
+        bare = on_cuda(Leaves(shapes).cuda())
+        dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+        state = torchs.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        model = TorchDDP(Leaves(shapes).cuda())
+        model.register_comm_hook(state, torchs.powerSGD_hook)
+        rows = [("torch's `powerSGD_hook`, rank 4, one rank", "torch", on_cuda(model))]
+        dist.destroy_process_group()
+        for text in PIPELINES:
+            for backend in (None, "inductor"):
+                torch._dynamo.reset()
+                dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+                made = fnddp.DistributedDataParallel(Leaves(shapes).cuda(), sync=text, backend=backend)
+                rows.append((f"`{text}`", backend or "Python", on_cuda(made)))
+                dist.destroy_process_group()
+        for name, by, found in rows:
+            number, on_gpu, of_host = (one - other for one, other in zip(found, bare, strict=True))
+            print(f"| {name} | {by} | {size} | {number:,} | {on_gpu:.2f} | {of_host:.1f} |", flush=True)
+    print("\n| kernel of Triton | how many | registers | bytes of shared memory | spilled |\n|---|--:|--:|--:|--:|")
+    tuners = [each for each in gc.get_objects() if type(each).__name__ == "CachingAutotuner" and each.launchers]
+    found = Counter(
+        (each.fn.__name__.rstrip("0123456789_"), first.n_regs, first.shared, first.n_spills)
+        for each in tuners
+        for first in each.launchers[:1]
+    )
+    for (name, *numbers), n in found.most_common(30):
+        print(f"| `{name}` | {n} | {' | '.join(map(str, numbers))} |")
+
+
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 512], help="of the models, on CUDA")
+    args = parser.parse_args()
+    if args.device == "cuda":
+        return table_of_cuda(args.widths)
     print("| pipeline | leaves | operations | passes over the gradients |\n|---|--:|--:|--:|")
     for shapes in (transformer(), deep()):
         nbytes = 4 * sum(torch.Size(shape).numel() for shape in shapes)

@@ -14,6 +14,7 @@ from fnddp.cli.terminal import Table, each
 from fnddp.core.sync import Sync
 from fnddp.cost.estimate import Compute
 from fnddp.cost.link import Link
+from fnddp.device import current, device_of
 from fnddp.ir.program import LoweringError
 from fnddp.plan.lower import lower
 from fnddp.run.measure import measure_segments
@@ -43,34 +44,44 @@ CODECS: tuple[str, ...] = (
     "random_block(allgather, ratio=0.01)",
 )
 
-LEAVES, ELEMENTS = 10, 1 << 20
+LEAVES = 10
+ELEMENTS, ON_ACCELERATORS = 1 << 20, 1 << 22
+"""Of a leaf: on an accelerator small ones take only the time of their launches."""
 
 
-def run(pipelines: Sequence[str]) -> int:
+def run(pipelines: Sequence[str], kind: str = "cpu") -> int:
     """Print the costs of `pipelines`, codecs around a carrier, as a table; of all codecs if there are none."""
-    grads = {f"leaf{i}": torch.randn(ELEMENTS) for i in range(LEAVES)}
+    device = device_of(current(kind))
+    elements, digits = (ON_ACCELERATORS, 2) if device.is_asynchronous else (ELEMENTS, 1)
+    grads = {f"leaf{i}": torch.randn(elements, device=device.device) for i in range(LEAVES)}
     syncs = check_pipelines(pipelines or CODECS, grads)
     with on_threads(1):
         pairs = [(torch.empty_like(grad), grad) for grad in grads.values()]
-        copy = median(repeat(lambda: [to.copy_(grad) for to, grad in pairs], number=1, repeat=9))
-        rows = each("timing", lambda sync: _row(sync, grads, copy), syncs)
+
+        def copied() -> None:
+            for to, grad in pairs:
+                to.copy_(grad)
+            device.synchronize()
+
+        copy = median(repeat(copied, number=1, repeat=9))
+        rows = each("timing", lambda sync: _row(sync, grads, copy, digits), syncs)
     columns = {"bits": 4, "encode": 5, "encode\nof a copy": 2, "decode": 3, "decode\nof a copy": 1}
     legend = {
         "encode": "ms until the payloads are in the buffers of their collectives; median",
         "decode": "ms to read them, and for the mean",
-        "of a copy": f"the time of copying the gradients, {1e3 * copy:.1f} ms, over that",
+        "of a copy": f"the time of copying the gradients, {1e3 * copy:.{digits}f} ms, over that",
     }
-    note = f"One rank, one thread, {LEAVES} leaves of {ELEMENTS:,} float32."
+    note = f"One rank, one thread, {LEAVES} leaves of {elements:,} float32, on {device.name}."
     Table("codec", columns, rows, legend, note).show()
     return 0
 
 
-def _row(sync: Sync, grads: dict[str, Tensor], copy: float) -> list[str]:
+def _row(sync: Sync, grads: dict[str, Tensor], copy: float, digits: int) -> list[str]:
     state = sync.init(grads)
     with wrong_if(LoweringError):
         plan = lower(sync, grads, state=state, world_size=1)
     step = plan.predict(Link(math.inf), Compute(segments=measure_segments(plan, state)))
-    cells = [repr(sync), f"{8 * plan.wire_bytes / (LEAVES * ELEMENTS):.2f}"]
+    cells = [repr(sync), f"{8 * plan.wire_bytes / sum(map(Tensor.numel, grads.values())):.2f}"]
     for part in (step.encode_seconds, step.decode_seconds):
-        cells += [f"{1e3 * part:.1f}", f"{copy / part:.2f}"] if part else ["-", "-"]
+        cells += [f"{1e3 * part:.{digits}f}", f"{copy / part:.2f}"] if part else ["-", "-"]
     return cells

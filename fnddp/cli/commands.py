@@ -220,11 +220,11 @@ def bench(
     if codecs:
         flags = {str(each.name): each.opts[0] for each in context.command.params}
         given = [name for name in flags if str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"]
-        if others := [flags[name] for name in given if name not in ("codecs", "pipelines", "imports")]:
+        if others := [flags[name] for name in given if name not in ("codecs", "pipelines", "device", "imports")]:
             left_out = " and ".join(others)
             raise WrongArgument(f"--codecs times one rank without a link or a model: leave {left_out} out")
         checks.check_imports(imports)
-        return bench_codecs.run(pipelines or ())
+        return bench_codecs.run(pipelines or (), launch.check_ranks(1, device).device)
     if not pipelines:
         raise WrongArgument("name a pipeline, such as 'fp16(allreduce)', or ask for --codecs")
     here = launch.check_ranks(ranks, device, link, imports, is_shared=True)

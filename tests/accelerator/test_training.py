@@ -8,7 +8,7 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fnddp
 from fnddp import outer
 from fnddp.integrations.checkpoint import load, save
-from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
+from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards, own_matrices
 from fnddp.laws import bits
 from fnddp.run.vote import Vote
 from tests.accelerator.conftest import ORDERS
@@ -306,15 +306,18 @@ def with_outer_steps(rank: int, device: str, text: str) -> Any:
     return result(model, attached.state)
 
 
-def train_shards(device: str, model: Any, around: Any = lambda _: nullcontext()) -> None:
-    optimizer = sgd(model)
+def train_shards(
+    device: str, model: Any, around: Any = lambda _: nullcontext(), optimizers: Sequence[torch.optim.Optimizer] = ()
+) -> None:
+    optimizers = optimizers or [sgd(model)]
     generator = torch.Generator().manual_seed(5 + dist.get_rank())
     for step in range(STEPS):
         with around(step):
             x = torch.randn(4, 6, generator=generator).to(device)
             model(x)["out"].square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
 
 
 def mesh_of(device: str, *shape: int) -> Any:
@@ -357,6 +360,28 @@ def with_two_axes(rank: int, device: str) -> Any:
     return result(model, handle.state)
 
 
+def with_owners(rank: int, device: str, gradients: str, weights: str) -> Any:
+    """Clipped through the model's parameters, whose gradients stand for those that the owners have."""
+    net = made(device)
+    optimizer = sgd(net)
+    model = fnddp.own(net, optimizer, gradients=gradients, weights=weights)
+    for step in range(STEPS):
+        loss_of(model, rank, step, device).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return result(net)
+
+
+def with_owned_matrices(rank: int, device: str, gradients: str, weights: str) -> Any:
+    model = sharded(mesh_of(device, 1, 2)["shard"])
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    muon = torch.optim.Muon(matrices, lr=0.02)
+    own_matrices(model, muon, gradients, weights, bucket_cap_mb=0.0002)
+    train_shards(device, model, optimizers=[muon])
+    return result(model)
+
+
 def with_two_levels(rank: int, device: str, text: str) -> Any:
     inside = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -387,6 +412,10 @@ TWO: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (with_outer_steps, ("streaming_diloco(quantize(two_shot, bits=4), every=4, fragments=2, delay=3, alpha=0.5)",)),
     (with_shards, ("bf16(two_shot)", None)),
     (with_shards, (QUANTIZED, "ef21(quantize(allgather, bits=4))")),
+    (with_owners, ("two_shot", "allgather")),
+    (with_owners, ("error_feedback(quantize(two_shot, bits=4))", "ef21(quantize(allgather, bits=4))")),
+    (with_owned_matrices, ("allgather", "allgather")),
+    (with_owned_matrices, ("quantize(allgather)", "ef21(quantize(allgather, bits=4))")),
 ]
 FOUR: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (with_replicas, (POWERSGD,)),

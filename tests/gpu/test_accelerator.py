@@ -42,7 +42,8 @@ LAYERS = 8  # each with a bucket of its own
 # Of a matrix whose square takes about a millisecond, in which other streams run ahead; on `sim` they do in any case.
 SIDE = 64 if KIND == "sim" else 4096
 # float32 products in another order than the CPU's, three exchanges deep; half-precision leaves round once more
-CLOSE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.complex64: 1e-3, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+# float64 leaves may be scaled by a norm to which others contribute
+CLOSE = {torch.float32: 1e-3, torch.float64: 1e-7, torch.complex64: 1e-3, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
 SECONDS = 280  # of ranks
@@ -84,6 +85,8 @@ def on(device: str, grads: Any) -> Any:
 
 @pytest.mark.parametrize("text", EXAMPLES.values())
 def test_the_accelerator_gives_what_the_cpu_gives(text):
+    if text.startswith("topk("):  # whose choices lie in the device's order: rounding would take other random numbers
+        text = text.replace(", rounding='stochastic'", "")
     sync = fnddp.parse(text)
     name = "model" if "*weight" in text else "mixed"
     states = {device: sync.init(on(device, grads(name, 0, 0))) for device in ("cpu", KIND)}
