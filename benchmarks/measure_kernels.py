@@ -10,7 +10,6 @@ import argparse
 import gc
 import time
 from collections import Counter
-
 from contextlib import nullcontext
 from statistics import median
 from typing import Any
@@ -182,13 +181,14 @@ def on_cuda(model: nn.Module) -> tuple[int, float, float]:
         step()
         torch.cuda.synchronize()
     ran = [event for event in profiler.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = [event for event in ran if not event.name.startswith(("Memcpy", "Memset", "fnddp", "ProfilerStep"))]
+    ran = [event for event in ran if not event.name.startswith(("fnddp", "ProfilerStep", "c10d", "nccl:"))]  # ranges
+    kernels = [event for event in ran if not event.name.startswith(("Memcpy", "Memset"))]
     return len(kernels), sum(event.device_time for event in ran) / 1e3, host
 
 
 def table_of_cuda(widths: list[int]) -> None:
     """Print kernels and times of each pipeline, and what Triton made of those that Inductor compiles."""
-    print("| pipeline | run by | leaves | MB | kernels | ms of the GPU | ms of the host |\n|---|---|--:|--:|--:|--:|--:|")
+    print("| pipeline | run by | leaves | MB | kernels | ms of GPU | ms of host |\n|---|---|--:|--:|--:|--:|--:|")
     for shapes in [shapes(width=width) for width in widths for shapes in (transformer, deep)]:
         size = f"{len(shapes)} | {4e-6 * sum(torch.Size(shape).numel() for shape in shapes):.0f}"
         bare = on_cuda(Leaves(shapes).cuda())
@@ -226,7 +226,8 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 512], help="of the models, on CUDA")
     args = parser.parse_args()
     if args.device == "cuda":
-        return table_of_cuda(args.widths)
+        table_of_cuda(args.widths)
+        return
     print("| pipeline | leaves | operations | passes over the gradients |\n|---|--:|--:|--:|")
     for shapes in (transformer(), deep()):
         nbytes = 4 * sum(torch.Size(shape).numel() for shape in shapes)

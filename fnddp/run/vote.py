@@ -293,7 +293,7 @@ class Vote:
     def _pass_on_to(self, group: str | None) -> None:
         """Vote in the next group, for all ranks that have voted."""
         flags = self._highest()
-        flags[5] = self._place_in(group)
+        flags.select(0, 5).fill_(self._place_in(group))  # for an assignment of a number CUDA's host would wait
         self._start(flags, group)
 
     def _complete(self) -> list[int]:

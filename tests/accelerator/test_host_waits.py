@@ -203,9 +203,20 @@ def counting() -> Iterator[Counter[str]]:
     from tests.accelerator import device
 
     found: Counter[str] = Counter()
-    device.on_wait(lambda why: found.update([f"{site().split(':')[0]} {why}".strip()]))
+
+    def note(why: str) -> None:
+        found.update([f"{site().split(':')[0]} {why}".strip()])
+
+    def assign(tensor: Tensor, index: Any, value: Any) -> None:
+        if not isinstance(value, Tensor) and tensor.device.type != "cpu":
+            note("assignment of a number")  # which CUDA copies from the host's memory; this device does not
+        torch._C.TensorBase.__setitem__(tensor, index, value)
+
+    device.on_wait(note)
     try:
-        yield found
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "__setitem__", assign)
+            yield found
     finally:
         device.on_wait(None)
 
