@@ -449,6 +449,56 @@ def test_the_models_gradients_stand_for_those_of_owners(rank: int):
 
 
 @on_ranks(2)
+def test_the_models_gradients_where_other_parts_meet_them(rank: int):
+    """Two models in one backward, each clipped by itself, on groups of their own; a scaler; a checkpoint in between."""
+    group = dist.new_group([0, 1])
+    pairs = [(Owned(EXACT), Everywhere()), (Owned(EXACT, process_group=group), Everywhere())]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(5):
+        for each in zip(*pairs, strict=True):  # both that are owned, then both that are not
+            losses = [loss_of(one.model(batch(rank, 10 * i + step))) for i, one in enumerate(each)]
+            factor = torch.inf if step == 1 and rank == 1 else 1.0
+            scaler.scale(sum(losses) * factor).backward()
+        for pair in pairs:
+            if step == 2:  # loaded between backward and step
+                before = weights(pair[1].net)
+                for each in pair:
+                    each.net.load_state_dict({name: p * 0.5 for name, p in before.items()})
+            norms: list[Tensor] = []
+            for each in pair:
+                for optimizer in each.optimizers:
+                    scaler.unscale_(optimizer)
+                norms.append(torch.nn.utils.clip_grad_norm_(each.net.parameters(), 0.1))
+                for optimizer in each.optimizers:
+                    scaler.step(optimizer)
+                    optimizer.zero_grad()
+            assert norms[0].isfinite() == (step != 1)
+            if step != 1:
+                torch.testing.assert_close(*norms)
+        scaler.update()
+        for owned, every in pairs:
+            for name, p in owned.net.named_parameters():
+                torch.testing.assert_close(p, every.net.get_parameter(name), msg=f"{name}, step {step}")
+    assert scaler.get_scale() == 4.0
+
+
+@on_ranks(2)
+def test_clearing_one_gradient_of_another_rank_leaves_a_scaler_those_of_the_rest(rank: int):
+    owned = Owned(EXACT)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(owned.model(batch(rank, 0), True))).backward()
+    muon = owned.model._sharded[0]
+    of_ranks = [[name for name in muon.parameters if muon.owners.owner(name) == other] for other in (0, 1)]
+    for name in [*of_ranks[0], *of_ranks[1][1:]]:  # what is left is all of the second rank
+        muon.parameters[name].grad = None
+    muon.follow_cleared()
+    for optimizer in owned.optimizers:
+        scaler.step(optimizer)  # an AssertionError if it had found no gradient
+    owned.model.zero_grad()
+    assert all(p.grad is None for p in muon.others.values())
+
+
+@on_ranks(2)
 def test_backwards_behind_one_that_was_synchronized(rank: int):
     """Within no_sync: it counts in the next. One that fails: gradients are those of before."""
     owned, every = Owned(EXACT), Everywhere()

@@ -224,9 +224,13 @@ class _Sharded:
 
     def follow_cleared(self) -> None:
         """Clear the gradients whose stand-ins are gone, as by `zero_grad` of the module."""
-        for name in [name for name, each in self.stand_ins.items() if self.parameters[name].grad is not each]:
+        cleared = [name for name, each in self.stand_ins.items() if self.parameters[name].grad is not each]
+        for name in cleared:
             del self.stand_ins[name]
-            for p in [self.own[name]] if name in self.own else self.others.values():
+            if name in self.own:
+                self.own[name].grad = None
+        if cleared and not self.others.keys() & self.stand_ins.keys():
+            for p in self.others.values():
                 p.grad = None
 
     def make_way(self) -> None:
