@@ -14,7 +14,10 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <iomanip>
+#include <map>
 #include <set>
+#include <sstream>
 
 namespace ours {
 
@@ -159,6 +162,8 @@ static Stack as_cpu(const Stack& given) {
 static bool writes(const c10::Argument& a) { return a.alias_info() && a.alias_info()->isWrite(); }
 static bool is_generator(const c10::Argument& a) { return a.type()->str().find("Generator") != std::string::npos; }
 
+static std::mutex shapes_lock;
+
 struct Call {
   explicit Call(const c10::OperatorHandle& op, Stack* stack) : op(op), schema(op.schema()) {
     given.assign(stack->end() - schema.arguments().size(), stack->end());
@@ -193,19 +198,49 @@ struct Call {
       is_of_tensors &= type->isSubtypeOf(*c10::TensorType::get()) || type->isSubtypeOf(*c10::ListType::ofTensors());
     }
   }
+  // All that shapes of results follow from.
+  std::string described() const {
+    std::ostringstream made;
+    made << std::setprecision(17) << schema.name() << schema.overload_name() << c10::get_default_dtype();
+    for (const auto& value : given) {
+      bool has_tensors = false;
+      changed(value, kDevice, [&](const at::Tensor& t) {
+        has_tensors = true;
+        if (t.defined())
+          made << " " << t.device().type() << t.scalar_type() << t.sizes() << t.strides() << t.is_conj() << t.is_neg()
+               << t.unsafeGetTensorImpl()->is_wrapped_number();
+        return t;
+      });
+      made << "|";
+      if (value.isOptionalTensorList())
+        for (const auto& t : value.toOptionalTensorVector())
+          made << t.has_value();
+      else if (!has_tensors)
+        made << value;
+    }
+    return made.str();
+  }
   // Results by their shapes; none if only values say what those are.
   std::optional<Stack> shapes() const {
     static auto* unknown = new std::set<std::string>;
+    static auto* known = new std::map<std::string, Stack>; // torch finds most in Python, which takes a millisecond
     const auto name = schema.name() + "." + schema.overload_name();
     if (is_random || !is_of_tensors || unknown->count(name))
       return std::nullopt;
+    const auto like = described();
+    {
+      std::lock_guard<std::mutex> guard(shapes_lock);
+      if (const auto found = known->find(like); found != known->end())
+        return found->second;
+    }
     Stack meta;
     for (const auto& value : given)
       meta.push_back(changed(value, c10::kMeta, as_meta));
     try {
       at::AutoDispatchBelowADInplaceOrView below;
       op.callBoxed(&meta);
-      return meta;
+      std::lock_guard<std::mutex> guard(shapes_lock);
+      return known->emplace(like, meta).first->second;
     } catch (const std::exception& error) {
       const std::string text = error.what();
       for (const char* missing : {"NotImplemented", "not implemented", "Could not run", "DataDependent", "out of meta"})

@@ -21,8 +21,7 @@ SECONDS = 900
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("last", ORDERS)
 def test_the_tests_of_a_gpu_pass(tmp_path, built, last):
-    # Not law 6 over all pipelines, which takes minutes here: test_training.py has other nestings in each run.
-    command = [sys.executable, "-m", "pytest", "tests/gpu/test_accelerator.py", "-k", "not law_6", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "tests/gpu/test_accelerator.py", "-p", "no:cacheprovider"]
     command += ["--basetemp", str(tmp_path / "tests")]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{built}", "FNDDP_TEST_LAST": last}
     said = tmp_path / "said"
@@ -40,4 +39,4 @@ def test_the_tests_of_a_gpu_pass(tmp_path, built, last):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert process.returncode == 0, said.read_text()
-    assert re.fullmatch(r"\d+ passed, \d+ deselected.*", said.read_text().splitlines()[-1]), "a test was skipped"
+    assert re.fullmatch(r"\d+ passed in .*", said.read_text().splitlines()[-1]), "a test was skipped"

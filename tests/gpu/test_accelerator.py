@@ -41,6 +41,7 @@ STEPS = 6
 LAYERS = 8  # each with a bucket of its own
 # Of a matrix whose square takes about a millisecond, in which other streams run ahead; on `sim` they do in any case.
 SIDE = 64 if KIND == "sim" else 4096
+DEPTH = 3 if KIND == "sim" else 6  # of a model that trains, with a bucket for each layer
 # float32 products in another order than the CPU's, three exchanges deep; half-precision leaves round once more
 # float64 leaves may be scaled by a norm to which others contribute
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-7, torch.complex64: 1e-3, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -134,7 +135,8 @@ def check_law_6(rank: int, texts: list[str]) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_law_6_over_its_backend(n):
-    run_ranks(n, check_law_6, list(EXAMPLES.values()))
+    texts = list(EXAMPLES.values())  # of which `sim` takes others in each run: all take minutes there
+    run_ranks(n, check_law_6, random.sample(texts, 2) if KIND == "sim" else texts)
 
 
 def module_of(model: nn.Module, sync: Sync) -> tuple[nn.Module, Callable[[], Any]]:
@@ -151,7 +153,7 @@ def registered(model: nn.Module, sync: Sync) -> tuple[nn.Module, Callable[[], An
 def check_training(rank: int, wrap: Callable[[nn.Module, Sync], Any], texts: list[str]) -> None:
     for text in texts:
         torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)]).to(KIND)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(DEPTH)]).to(KIND)
         plain = copy.deepcopy(model)
         sync = fnddp.parse(text)
         wrapped, state_of = wrap(model, sync)
