@@ -103,6 +103,18 @@ def test_large_leaves_keep_the_bits(rank, text):
     law_6_lowered_is_eager(rank, fnddp.parse(text), large, donation=DONATIONS[2])
 
 
+@on_ranks(2, threads=True)
+def test_memory_of_owners_has_no_bits_of_padding(rank):
+    """Where numbers are encoded by themselves, two leaves together: `two_shot` pads the one number that is sent."""
+
+    def small(me: int, step: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(10 * step + me)
+        return {name: torch.randn(size, generator=generator) for name, size in (("w", 40), ("b", 5))}
+
+    once_wrong = "random_k(sign(two_shot(server_memory=True), scale='none'), ratio=0.2)"
+    law_6_lowered_is_eager(rank, fnddp.parse(once_wrong), small, donation=DONATIONS[2])
+
+
 def test_buckets_are_closed_at_the_cap_and_the_first_one_early():
     half = (MB // 8,)  # half a MiB of float32
     leaves = params(**{f"w{i:02}": half for i in range(60)})

@@ -151,10 +151,13 @@ class Batch:
         parts = zip(self._widths.items(), x.split(self._pieces, 1), strict=True)
         return {path: shortened(part.flatten(1), width) for (path, width), part in parts}
 
-    def cleared(self, x: Tensor, lengths: Mapping[str, int]) -> Tensor:
-        """Return `x` with zeros behind the first numbers of the row of each leaf, which are encoded with them."""
+    def cleared(self, x: Tensor, lengths: Mapping[str, int], *, is_kept: bool) -> Tensor:
+        """Return `x` with zeros behind the first numbers of the row of each leaf.
+
+        Unless nothing depends on them: each number is encoded by itself, and what that loses of it is not kept.
+        """
         pieces = zip(self.paths, self._pieces, strict=True)
-        if self._unit == 1 or all(n * self._unit == lengths[path] for path, n in pieces):
+        if (self._unit == 1 and not is_kept) or all(n * self._unit == lengths[path] for path, n in pieces):
             return x
         return self.join({path: row[:, : lengths[path]] for path, row in self.split(x).items()})
 

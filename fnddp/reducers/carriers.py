@@ -139,7 +139,8 @@ class two_shot_mean(Carrier):
             if own is not None:  # a codec may have decoded padding to any values
                 total = torch.where(torch.arange(total.shape[1], device=total.device) >= own, 0, total)
             elif layers and not batch.is_one:
-                total = batch.cleared(total, {path: _own(leaves[path], n, rank) for path in batch.paths})
+                lengths_of = {path: _own(leaves[path], n, rank) for path in batch.paths}
+                total = batch.cleared(total, lengths_of, is_kept=self.server_memory)
             if self.server_memory:
                 total = total + batch.join({path: state.residual[path].unsqueeze(0) for path in batch.paths})
             second[name] = encode(layers, rounded(total, batch.x.dtype), Key(f"{name} again", rank), own)
