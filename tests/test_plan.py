@@ -115,6 +115,18 @@ def test_memory_of_owners_has_no_bits_of_padding(rank):
     law_6_lowered_is_eager(rank, fnddp.parse(once_wrong), small, donation=DONATIONS[2])
 
 
+@on_ranks(2, threads=True)
+def test_lists_of_16_bits_keep_the_bits(rank):
+    """`_foreach_mul_` rounds a factor to the tensors' dtype first, as 48 / 10 here, and `mul_` does not."""
+
+    def small(me: int, step: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(10 * step + me)
+        return {name: torch.randn(48, generator=generator) for name in ("a", "b")}
+
+    once_wrong = "ef21(bf16(random_k(fp8(allgather, format='e2m1', block=32, scale='e8m0'), ratio=0.2, unbiased=True)))"
+    law_6_lowered_is_eager(rank, fnddp.parse(once_wrong), small, donation=DONATIONS[2])
+
+
 def test_buckets_are_closed_at_the_cap_and_the_first_one_early():
     half = (MB // 8,)  # half a MiB of float32
     leaves = params(**{f"w{i:02}": half for i in range(60)})

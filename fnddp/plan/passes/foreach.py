@@ -75,8 +75,14 @@ def _may_be_joined(node: fx.Node, placement: Placement, returned: set[Any]) -> b
 
 
 def _has_same_bits(node: fx.Node, placement: Placement) -> bool:
-    by_number = node.target is aten.div.Tensor and not is_tensor(node.args[1])
-    return not by_number or device_of(value(node).device).rounds_lists_alike or is_whole(node, placement)
+    number, made = node.args[1], value(node)
+    if is_tensor(number) or is_whole(node, placement):
+        return True
+    if node.target is aten.div.Tensor:
+        return device_of(made.device).rounds_lists_alike
+    # The CPU's rounds a factor to 16 bits first.
+    is_short = node.target is aten.mul.Tensor and made.dtype in (torch.bfloat16, torch.float16)
+    return not is_short or torch.tensor(number, dtype=made.dtype).item() == number
 
 
 def is_whole(node: fx.Node, placement: Placement) -> bool:
