@@ -16,6 +16,7 @@ from fnddp.cli import main, models, picture, tune_report
 from fnddp.cli.models import to_tune as asked
 from fnddp.cost.estimate import MeanStepCost, Span, StepCost
 from fnddp.run import choose as choosing
+from fnddp.simulation import tune as simulated
 from fnddp.simulation.ranks import run_threads
 from fnddp.simulation.tune import (
     CANDIDATES,
@@ -174,6 +175,7 @@ def test_the_simulated_loss_is_that_of_real_ranks(text: str) -> None:
 def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "candidates", lambda _: (MEAN, "bf16(allreduce)", "bucketize(sign(allgather))"))
     seen: list[tuple[str, int, int]] = []
+    known: list[tuple[Tuned, int]] = []
     found = tune(
         line_problem(),
         ["sign(allgather)", "sign( allgather )", "fp16(allreduce)"],
@@ -182,7 +184,11 @@ def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) 
         steps=3,
         seeds=(0, 1),
         tell=lambda *at: seen.append(at),
+        found=lambda *at: known.append(at),
     )
+    assert [n for _, n in known] == [1, 2]
+    assert [each.losses for each in known[0][0].outcomes] == [each.losses[:1] for each in found.outcomes]
+    assert known[1][0] == found
     assert {each.pipeline for each in found.outcomes} == {MEAN, *SIXTEEN_BITS, "sign(allgather)"}
     timed = [(f"timing {text}", i, 5) for i, text in enumerate((MEAN, *SIXTEEN_BITS, "sign(allgather)"))]
     assert seen[:6] == [("timing forward and backward", 0, 5), *timed]
@@ -263,6 +269,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(results["pipelines"]) == 6  # with what auto takes
     assert results["verdict"] in said
     assert results["within"] > 0
+
+
+def test_a_command_that_is_interrupted_keeps_the_seeds_that_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = simulated.final_loss
+
+    def interrupted(problem: Any, sync: Any, n: int, seed: int, *more: Any) -> float:
+        if seed == 1:
+            raise KeyboardInterrupt
+        return train(problem, sync, n, seed, *more)
+
+    monkeypatch.setattr(simulated, "final_loss", interrupted)
+    main.main(["tune", "--model", SMALL, "--ranks", "2", "--steps", "2", "--seeds", "3", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["seeds"] == 1
+    assert all(len(each["losses"]) == 1 for each in results["pipelines"])
 
 
 def test_problems_have_a_row_for_each_rank() -> None:

@@ -281,7 +281,8 @@ def tune(
 
     Trains with each pipeline on virtual ranks in this process, costs a step of each on the link, and prints bytes, time
     and final loss. Encoding, decoding and backward are measured here. The plain mean, 16-bit wires and what sync="auto"
-    takes are always among them; name others in the place of the usual ones. Writes pareto.svg and results.json.
+    takes are always among them; name others in the place of the usual ones. Writes results.json, after each seed, and
+    pareto.svg.
     """
     from fnddp.cli import checks, picture, terminal, tune_report
     from fnddp.cli.models import to_tune
@@ -299,6 +300,12 @@ def tune(
     texts = named or simulated.CANDIDATES
     among = candidates("none") if model in options.MODELS and not named else None  # their losses are those of no user
     syncs = [*map(repr, checks.check_pipelines(texts, parameters))]
+    on = ("digits" if model == "digits" else "its own batches") if data in (None, "own") else data
+    setting = {"model": model, "data": on, "link": link, "ranks": ranks, "steps": steps, "seeds": seeds, "batch": batch}
+
+    def keep(tuned: simulated.Tuned, trained: int) -> None:
+        picture.write_results(out, tune_report.as_json(tuned, {**setting, "seeds": trained}))
+
     with terminal.progress(f"loading {model} and its data") as show:
         asked = to_tune(model, data, batch=batch, ranks=ranks, steps=steps, rate=rate)
         with wrong_if(ValueError, LoweringError):
@@ -312,9 +319,8 @@ def tune(
                 within=within,
                 among=among,
                 tell=show,
+                found=keep,
             )
-    on = ("digits" if model == "digits" else "its own batches") if data in (None, "own") else data
-    setting = {"model": model, "data": on, "link": link, "ranks": ranks, "steps": steps, "seeds": seeds, "batch": batch}
     tune_report.show(tuned, setting)
     found = tune_report.as_json(tuned, setting)
     picture.write(out, tune_report.PLOT, lambda: tune_report.plot(tuned, setting), found)

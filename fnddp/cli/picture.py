@@ -62,8 +62,16 @@ def write(out: Path, name: str, draw: Callable[[], Figure], found: dict[str, Any
         save(draw, out / name)
     else:
         draw().savefig(out / name, dpi=150)
-    (out / RESULTS).write_text(json.dumps(_finite(found), indent=1) + "\n")
+    write_results(out, found)
     print(f"Wrote {out / name} and {out / RESULTS}")
+
+
+def write_results(out: Path, found: dict[str, Any]) -> None:
+    """Write numbers into the folder `out`, as a whole: whoever is interrupted keeps those of before."""
+    out.mkdir(parents=True, exist_ok=True)
+    temporary = out / f"{RESULTS}.new"
+    temporary.write_text(json.dumps(_finite(found), indent=1) + "\n")
+    temporary.replace(out / RESULTS)
 
 
 def _finite(value: Any) -> Any:

@@ -387,6 +387,7 @@ def tune(
     threads: int = 1,
     among: Collection[str] | None = None,
     tell: Callable[[str, int, int], None] = lambda does, done, of: None,
+    found: Callable[["Tuned", int], None] = lambda tuned, seeds: None,
 ) -> Tuned:
     """Train with each pipeline on `ranks` virtual ranks, cost a step of each on `link`, and compare.
 
@@ -411,6 +412,7 @@ def tune(
         among: The pipelines that may win; None for all.
         tell: Callback before each timing of a pipeline and before each training step, called with what comes next, the
             number of timings or steps that are done, and their total.
+        found: Callback after each seed, with what is known by then, and the number of seeds.
 
     Raises:
         ValueError: A pipeline does not parse, does not fit, names a group, or takes no mean; there is no step or no
@@ -439,6 +441,12 @@ def tune(
             tell(f"timing {text}", i, len(syncs))
             costs.append(cost(sync, leaves, link, ranks, compute, bucket_cap_mb))
     losses: dict[str, list[float]] = {text: [] for text in syncs}
+
+    def tuned() -> Tuned:
+        outcomes = [replace(each, losses=tuple(losses[each.pipeline])) for each in costs]
+        allowed = excess * (abs(statistics.fmean(losses[MEAN])) if is_relative else 1.0)
+        return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, allowed, chosen, among)
+
     for i, (seed, (text, sync)) in enumerate(product(seeds, syncs.items())):
 
         def tell_step(step: int, run: int = i, does: str = f"training {text}, seed {seed}") -> None:
@@ -446,9 +454,10 @@ def tune(
 
         with on_threads(1 if sum(map(Tensor.numel, leaves.values())) < SMALL else torch.get_num_threads()):
             losses[text].append(final_loss(problem, sync, ranks, seed, steps, tell_step))
-    outcomes = [replace(each, losses=tuple(losses[each.pipeline])) for each in costs]
-    excess *= abs(statistics.fmean(losses[MEAN])) if is_relative else 1.0
-    return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, excess, chosen, among)
+        trained_seeds, left = divmod(i + 1, len(syncs))
+        if not left:
+            found(tuned(), trained_seeds)
+    return tuned()
 
 
 def most_of(within: float | str) -> tuple[float, bool]:
