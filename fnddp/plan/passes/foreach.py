@@ -80,9 +80,10 @@ def _has_same_bits(node: fx.Node, placement: Placement) -> bool:
         return True
     if node.target is aten.div.Tensor:
         return device_of(made.device).rounds_lists_alike
+    if node.target is not aten.mul.Tensor or made.dtype not in (torch.bfloat16, torch.float16):
+        return True
     # The CPU's rounds a factor to 16 bits first.
-    is_short = node.target is aten.mul.Tensor and made.dtype in (torch.bfloat16, torch.float16)
-    return not is_short or torch.tensor(number, dtype=made.dtype).item() == number
+    return not isinstance(number, fx.Node) and torch.tensor(number, dtype=made.dtype).item() == number
 
 
 def is_whole(node: fx.Node, placement: Placement) -> bool:

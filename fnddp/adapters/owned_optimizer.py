@@ -1,0 +1,225 @@
+"""An optimizer whose parameters are those that a rank owns, and the second hop, which sends what it makes of them."""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fnddp.adapters.owned_gradient import OwnedGradient
+from fnddp.core import collectives
+from fnddp.core.sync import Sync
+from fnddp.core.tree import Leaves
+from fnddp.ir.program import LeafSpec
+from fnddp.plan.draft import Donation
+from fnddp.reducers.carriers import all_gather
+from fnddp.reducers.halves import Owners, to_all, with_halves
+from fnddp.run.engine import Engine
+from fnddp.run.hops import codecs_of, mark_states
+from fnddp.transforms.memory import ef21
+
+
+class OwnedOptimizer:
+    """One optimizer, whose parameters are those that this rank owns; the second hop sends what it makes of them.
+
+    Attributes:
+        own: What this rank owns, by name: a parameter that shares memory with the model's, or one of its own.
+        is_apart: True if the weights of the owner have memory of their own.
+        others: One element in the place of each leaf of other ranks. The first one's gradient is zero, or NaN: a loss
+            scaler reads there that gradients were finite, on a rank whose own leaves have none. No step sees it.
+        stand_ins: What stands in `.grad` of the model's parameters that have a gradient at their owners.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        owners: Owners,
+        weights: Sync,
+        group: str | None,
+        dtype: torch.dtype | None,
+        bucket_caps: Sequence[float],
+    ) -> None:
+        self.optimizer, self.parameters, self.owners = optimizer, dict(parameters), owners
+        self.rank = collectives.rank(group)
+        self.sends_differences = isinstance(weights, ef21)
+        codecs = codecs_of(weights)
+        self._is_exact = isinstance(codecs, all_gather)  # nothing is lost on the way
+        self.is_apart = not (self._is_exact and dtype in (None, *{p.dtype for p in self.parameters.values()}))
+        self.own: dict[str, nn.Parameter] = {}
+        self.others: dict[str, nn.Parameter] = {}
+        self.stand_ins: dict[str, OwnedGradient] = {}
+        self._versions: dict[str, int] = {}
+        self._take(dtype)
+        sync = with_halves(codecs, to_all(owners=owners)).over(group, unnamed_only=True)
+        like = {name: self._sent_like(name, device="meta") for name in self.parameters}
+        specs = {name: LeafSpec.of(self._sent_like(name)) for name in self.parameters}
+        self.engine = Engine(
+            sync,
+            specs,
+            state=sync.init(like),
+            bucket_caps=bucket_caps,
+            donation=Donation(),
+            learns_order=False,
+            groups=[group],
+        )
+        self.engine.connect()
+
+    def _sent_like(self, name: str, device: str | None = None) -> Tensor:
+        p = self.parameters[name]
+        dtype = p.dtype if self._is_exact and not self.sends_differences else self._dtypes[name]
+        return torch.empty(self.owners.sent_shape(name), dtype=dtype, device=device or p.device)
+
+    def _take(self, dtype: torch.dtype | None) -> None:
+        """Put what this rank owns in place of the model's parameters, with the state that the optimizer has of them."""
+        optimizer, before = self.optimizer, {id(p): name for name, p in self.parameters.items()}
+        self._dtypes = {name: dtype or p.dtype for name, p in self.parameters.items()}
+        for name, p in self.parameters.items():
+            rows = self.owners.own(name, p.detach(), self.rank)
+            if rows.numel():
+                memory = rows.to(self._dtypes[name], copy=True) if self.is_apart else rows
+                self.own[name] = nn.Parameter(memory)
+            state = optimizer.state.pop(p, None)
+            if state and name in self.own:
+                optimizer.state[self.own[name]] = {key: self.own_part(name, value) for key, value in state.items()}
+            self._versions[name] = p._version
+        for name, p in self.parameters.items():
+            if name not in self.own:
+                self.others[name] = nn.Parameter(torch.zeros((1,) * p.ndim, dtype=self._dtypes[name], device=p.device))
+        places = {**self.own, **self.others}
+        for each in optimizer.param_groups:
+            each["params"] = [places.get(before.get(id(p), ""), p) for p in each["params"]]
+        mark_states("own", optimizer, {name: self.owners.rows(name, self.rank) for name in self.own})
+        optimizer.register_load_state_dict_post_hook(self._divide_loaded)
+
+    def _divide_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep what this rank owns of a state that `optimizer.load_state_dict` has loaded, such as a whole one."""
+        for p in (*self.parameters.values(), *self.others.values()):
+            optimizer.state.pop(p, None)
+        for name, p in self.own.items():
+            state = optimizer.state.get(p, {})
+            state.update({key: self.own_part(name, value) for key, value in state.items()})
+
+    def own_part(self, name: str, value: Any) -> Any:
+        """Return a copy of what this rank owns of a value of an optimizer's state: its rows, of one like the leaf."""
+        if not isinstance(value, Tensor):
+            return value
+        is_whole = value.shape == self.owners.shape(name)
+        return (self.owners.own(name, value, self.rank) if is_whole else value).clone()
+
+    def check(self) -> None:
+        """Follow the model's parameters; see `follow`.
+
+        Raises:
+            RuntimeError: A gradient was never synchronized, or the optimizer has new parameters.
+        """
+        self.follow_cleared()
+        mine = {id(p) for p in (*self.own.values(), *self.others.values(), *self.parameters.values())}
+        for each in self.optimizer.param_groups:
+            for p in each["params"]:
+                if p.requires_grad and id(p) not in mine:
+                    raise RuntimeError(
+                        f"own: {type(self.optimizer).__name__} has got a parameter of shape {tuple(p.shape)} since the "
+                        "model was wrapped, which has no owner; add it before"
+                    )
+        for name, p in self.parameters.items():
+            if (p.grad.added if isinstance(p.grad, OwnedGradient) else p.grad) is not None:
+                raise RuntimeError(
+                    f"own: {name!r} has a gradient that no backward has synchronized, of a backward within no_sync, or "
+                    "of the module itself; run the last backward of a step outside of no_sync, on the wrapped model"
+                )
+        self.follow()
+
+    def follow(self) -> None:
+        """Take over what has been written to the model's parameters since the last step, or loaded into them."""
+        for name, own in self.own.items():
+            p = self.parameters[name]
+            rows = self.owners.own(name, p.detach(), self.rank)
+            if not self.is_apart:
+                if own.data_ptr() != rows.data_ptr():  # .data is another tensor now
+                    own.data = rows
+            elif p._version != self._versions[name]:
+                own.detach().copy_(rows)
+                self._versions[name] = p._version
+
+    def follow_cleared(self) -> None:
+        """Clear the gradients whose stand-ins are gone, as by `zero_grad` of the module."""
+        cleared = [name for name, each in self.stand_ins.items() if self.parameters[name].grad is not each]
+        for name in cleared:
+            del self.stand_ins[name]
+            if name in self.own:
+                self.own[name].grad = None
+        if cleared and not self.others.keys() & self.stand_ins.keys():
+            for p in self.others.values():
+                p.grad = None
+
+    def make_way(self) -> None:
+        """Take stand-ins out of the model's parameters: a backward accumulates there."""
+        self.follow_cleared()
+        for name, each in self.stand_ins.items():
+            self.parameters[name].grad, each.added = each.added, None
+
+    def stand_in_again(self) -> None:
+        """Put back what `make_way` has taken out, with what was not synchronized."""
+        for name, each in self.stand_ins.items():
+            p = self.parameters[name]
+            if p.grad is not each:
+                p.grad, each.added = each, p.grad
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Send the weights that this rank owns, and write those of all owners to the model."""
+        leaves: Leaves = {}
+        for name, p in self.parameters.items():
+            like = self.owners.sent_shape(name)
+            own = self.own.get(name)
+            if own is None:
+                is_like = self.owners.owner(name) is not None and self._sent_like(name, "meta").dtype == p.dtype
+                leaves[name] = p.detach() if is_like else self._sent_like(name)
+                continue
+            value = own.detach()
+            if self.sends_differences:
+                value = value - self.owners.own(name, p.detach(), self.rank).to(value.dtype)
+            elif self._is_exact:
+                value = value.to(p.dtype)
+            if value.shape != like:
+                value = torch.cat([value, value.new_zeros(like[0] - value.shape[0], *like[1:])])
+            leaves[name] = value
+        mean = self.engine.run(leaves).mean
+        for name, value in mean.items():
+            p = self.parameters[name]
+            if self.sends_differences:
+                p.add_(value)
+            elif self.is_apart or self.owners.owner(name) != self.rank:
+                p.copy_(value)
+            self._versions[name] = p._version
+
+    @contextmanager
+    def without_others(self) -> Generator[None]:
+        """Hide the gradients that stand for leaves of other ranks."""
+        grads = [p.grad for p in self.others.values()]
+        try:
+            for p in self.others.values():
+                p.grad = None
+            yield
+        finally:
+            for p, grad in zip(self.others.values(), grads, strict=True):
+                p.grad = grad
+
+    def fill_state(self) -> None:
+        """Give an optimizer without a state one, by a step of length zero: a checkpoint is loaded into it."""
+        groups = self.optimizer.param_groups
+        if self.optimizer.state or not self.own:
+            return
+        rates, grads = [group["lr"] for group in groups], {name: p.grad for name, p in self.own.items()}
+        for group in groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for p in self.own.values():
+            p.grad = torch.zeros_like(p)
+        with self.without_others():
+            type(self.optimizer).step(self.optimizer)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        for name, p in self.own.items():
+            p.grad = grads[name]
