@@ -7,9 +7,7 @@ With `--device cuda` it counts the kernels that torch's profiler sees, of Python
 """
 
 import argparse
-import gc
 import time
-from collections import Counter
 from contextlib import nullcontext
 from statistics import median
 from typing import Any
@@ -186,10 +184,10 @@ def on_cuda(model: nn.Module) -> tuple[int, float, float]:
     return len(kernels), sum(event.device_time for event in ran) / 1e3, host
 
 
-def table_of_cuda(widths: list[int]) -> None:
-    """Print kernels and times of each pipeline, and what Triton made of those that Inductor compiles."""
+def table_of_cuda() -> None:
+    """Print kernels and times of each pipeline, as Python and as Inductor run it."""
     print("| pipeline | run by | leaves | MB | kernels | ms of GPU | ms of host |\n|---|---|--:|--:|--:|--:|--:|")
-    for shapes in [shapes(width=width) for width in widths for shapes in (transformer, deep)]:
+    for shapes in (transformer(), deep()):
         size = f"{len(shapes)} | {4e-6 * sum(torch.Size(shape).numel() for shape in shapes):.0f}"
         bare = on_cuda(Leaves(shapes).cuda())
         dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
@@ -208,25 +206,15 @@ def table_of_cuda(widths: list[int]) -> None:
         for name, by, found in rows:
             number, on_gpu, of_host = (one - other for one, other in zip(found, bare, strict=True))
             print(f"| {name} | {by} | {size} | {number:,} | {on_gpu:.2f} | {of_host:.1f} |", flush=True)
-    print("\n| kernel of Triton | how many | registers | bytes of shared memory | spilled |\n|---|--:|--:|--:|--:|")
-    tuners = [each for each in gc.get_objects() if type(each).__name__ == "CachingAutotuner" and each.launchers]
-    found = Counter(
-        (each.fn.__name__.rstrip("0123456789_"), first.n_regs, first.shared, first.n_spills)
-        for each in tuners
-        for first in each.launchers[:1]
-    )
-    for (name, *numbers), n in found.most_common(30):
-        print(f"| `{name}` | {n} | {' | '.join(map(str, numbers))} |")
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 512], help="of the models, on CUDA")
     args = parser.parse_args()
     if args.device == "cuda":
-        table_of_cuda(args.widths)
+        table_of_cuda()
         return
     print("| pipeline | leaves | operations | passes over the gradients |\n|---|--:|--:|--:|")
     for shapes in (transformer(), deep()):

@@ -99,7 +99,7 @@ class Written(NamedTuple):
     nbytes: int
 
 
-def written_for(run: Any, inputs: list[Any]) -> Written:
+def written_for(run: Any, inputs: list[Any], folder: str) -> Written:
     traced = make_fx(lambda *given: [*run(*given)], decomposition.select_decomp_table())(*inputs)
     graph = GraphLowering(traced, example_inputs=inputs, is_inference=True)
     mode = V.set_fake_mode(detect_fake_mode(inputs))
@@ -109,14 +109,14 @@ def written_for(run: Any, inputs: list[Any]) -> Written:
         nbytes, *_ = graph.count_bytes()
     found = re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.DOTALL)
     launched = re.findall(r"^ +(\w+)\.run\(", code, re.MULTILINE)
-    tuners = {name: _loaded(name, source) for name, source in found}
+    tuners = {name: _loaded(name, source, folder) for name, source in found}
     others = len(re.findall(r"^ +extern_kernels\.|^ +(?:buf\d+ = )?torch\.ops\.", code, re.MULTILINE))
     return Written([tuners[name] for name in launched if name in tuners], others, nbytes)
 
 
-def _loaded(name: str, source: str) -> Any:
+def _loaded(name: str, source: str, folder: str) -> Any:
     """Import a kernel from a file, where Triton reads its source."""
-    path = Path(tempfile.mkdtemp()) / f"{name}.py"
+    path = Path(tempfile.mkdtemp(dir=folder)) / f"{name}.py"  # segments have kernels of the same name
     path.write_text(source)
     module = types.ModuleType(name)
     module.__file__ = str(path)
@@ -124,7 +124,7 @@ def _loaded(name: str, source: str) -> Any:
     return module.__dict__[name]
 
 
-def compiled(tuner: Any) -> dict[str, int]:
+def compiled(tuner: Any, folder: str) -> dict[str, int]:
     """Return what the machine code of a kernel's first configuration says, in registers of a thread and bytes."""
     made: list[Any] = []
     compiles = triton.compile
@@ -135,7 +135,7 @@ def compiled(tuner: Any) -> dict[str, int]:
 
     with mock.patch.object(triton, "compile", keep):
         tuner._precompile_config(tuner.configs[0])
-    path = Path(tempfile.mkdtemp()) / "kernel.cubin"
+    path = Path(folder) / "kernel.cubin"
     path.write_bytes(made[0].asm["cubin"])
     said = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], check=True, capture_output=True, text=True).stdout
     numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
@@ -177,9 +177,9 @@ def main() -> None:
     size = 4 * sum(torch.Size(shape).numel() for shape in shapes)
     print("| pipeline | Triton's | others | registers | shared | spilled | passes |\n|---|--:|--:|--:|--:|--:|--:|")
     for text in args.pipelines:
-        with pretending():
-            segments = [written_for(run, inputs) for run, inputs in segments_of(text, shapes)]
-            kernels = [compiled(tuner) for segment in segments for tuner in segment.kernels]
+        with pretending(), tempfile.TemporaryDirectory() as folder:
+            segments = [written_for(run, inputs, folder) for run, inputs in segments_of(text, shapes)]
+            kernels = [compiled(tuner, folder) for segment in segments for tuner in segment.kernels]
         most = [max(each[name] for each in kernels) for name in ("registers", "shared", "spilled")]
         others, nbytes = sum(each.others for each in segments), sum(each.nbytes for each in segments)
         cells = [f"`{text}`", len(kernels), others, *most, f"{nbytes / size:.1f}"]

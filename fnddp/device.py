@@ -32,14 +32,14 @@ class Device:
         device: The `torch.device`.
         is_asynchronous: True if calls of operations return before the operations have ended.
         light_bytes: Size up to which the call of an operation costs more than its pass over memory.
-        rounds_lists_alike: True if an operation on a list of tensors has the bits of those on each of them.
+        divides_lists_alike: True if a division of a list of tensors by a number has the bits of those of each of them.
         converts_in_place: True if an operation on elements reads other dtypes without a pass of its own for that.
         has_slow_pages: True if new memory costs many times what it costs to fill it, as pages of the system do.
     """
 
     is_asynchronous = False
     light_bytes = 2**20
-    rounds_lists_alike = True
+    divides_lists_alike = True
     converts_in_place = False
     has_slow_pages = True
 
@@ -118,7 +118,7 @@ class Accelerator(Device):
     light_bytes = 2**24
     has_slow_pages = False  # torch caches memory
     converts_in_place = True
-    rounds_lists_alike = False  # CUDA divides a tensor by multiplying with the inverse, but not a list of tensors
+    divides_lists_alike = False  # CUDA divides a tensor by multiplying with the inverse, but not a list of tensors
 
     def stream(self) -> Stream:
         return torch.Stream(self.device)

@@ -57,12 +57,11 @@ def save(draw: Callable[[], Figure], file: Path) -> None:
 
 def write(out: Path, name: str, draw: Callable[[], Figure], found: dict[str, Any]) -> None:
     """Write a picture and the numbers behind it, `found`, into the folder `out`."""
-    out.mkdir(parents=True, exist_ok=True)
+    write_results(out, found)
     if name.endswith(".svg"):
         save(draw, out / name)
     else:
         draw().savefig(out / name, dpi=150)
-    write_results(out, found)
     print(f"Wrote {out / name} and {out / RESULTS}")
 
 

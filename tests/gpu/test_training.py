@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fnddp
+from fnddp import device as devices
 from fnddp.core.tree import flatten_any
 from tests.accelerator import test_host_waits as waiting
 from tests.accelerator import test_training as training
@@ -36,7 +37,7 @@ def name_of(way: Callable[..., Any], given: tuple[Any, ...]) -> str:
 
 
 def here() -> str:
-    return f"{KIND}:{torch.accelerator.current_device_index()}"
+    return str(devices.current(KIND))
 
 
 def train_all(rank: int, ways: list[Way], folder: Path) -> None:
@@ -93,8 +94,8 @@ def test_the_host_waits_as_often_as_the_docs_say(tmp_path, n):
 COMPILED = ["allreduce", "error_feedback(powersgd(fp16(allreduce), rank=2))", "quantize(two_shot)", "bf16(two_shot)"]
 
 
-def net(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
+def net() -> nn.Module:
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20)).to(KIND)
 
 

@@ -79,7 +79,7 @@ def _has_same_bits(node: fx.Node, placement: Placement) -> bool:
     if is_tensor(number) or is_whole(node, placement):
         return True
     if node.target is aten.div.Tensor:
-        return device_of(made.device).rounds_lists_alike
+        return device_of(made.device).divides_lists_alike
     if node.target is not aten.mul.Tensor or made.dtype not in (torch.bfloat16, torch.float16):
         return True
     # The CPU's rounds a factor to 16 bits first.
