@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -305,8 +305,12 @@ def test_nothing_races(scenario, text):
     require_no_race(scenario, text.format(**named) if text in GROUPS else text)
 
 
+ONCE_WAITED = "fp16(powersgd(powersgd(random_k(allgather, ratio=0.2, unbiased=True), rank=4, refresh=2), seed=1))"
+
+
 @pytest.mark.thorough
 @given(nestings())
+@example(fnddp.parse(ONCE_WAITED))
 def test_no_nesting_races(sync):
     require_no_race(with_the_module, repr(sync))
 

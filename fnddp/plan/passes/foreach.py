@@ -5,6 +5,7 @@ leaf become one of torch's `_foreach` operations, which gives the same bits. (On
 further from the cache.) The order has put them side by side; here it is checked that none writes what another reads.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -83,7 +84,12 @@ def _has_same_bits(node: fx.Node, placement: Placement) -> bool:
     if node.target is not aten.mul.Tensor or made.dtype not in (torch.bfloat16, torch.float16):
         return True
     # The CPU's rounds a factor to 16 bits first.
-    return not isinstance(number, fx.Node) and torch.tensor(number, dtype=made.dtype).item() == number
+    return not isinstance(number, fx.Node) and _is_exact(number, torch.finfo(made.dtype))
+
+
+def _is_exact(number: float, info: torch.finfo) -> bool:
+    digits = math.frexp(number)[0] * 2 / info.eps  # a whole number if none is rounded off
+    return info.smallest_normal <= abs(number) <= info.max and digits.is_integer()
 
 
 def is_whole(node: fx.Node, placement: Placement) -> bool:
