@@ -13,6 +13,9 @@ import fnddp
 from fnddp.core import tree
 from fnddp.core.sync import REMEMBERED, State
 from fnddp.integrations.fsdp import compress, compress_shards
+from fnddp.laws import bits
+from fnddp.run.nonfinite import unless
+from fnddp.torch_private import storage_use_count
 from tests.pipelines import EXAMPLES
 from tests.ranks import on_ranks
 from tests.rings import one_of
@@ -130,3 +133,19 @@ def train_with_nan(model: nn.Module, handle: Any, rank: int) -> None:
             assert part.isfinite().all(), (step, path)
             if is_bad:
                 torch.testing.assert_close(part, before[path], rtol=0, atol=0, msg=path)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_small_parts_are_chosen_to_the_bit(found: bool) -> None:
+    """As an accelerator does, for which a list of tensors is one operation."""
+    odd = [math.nan, math.inf, -math.inf, -0.0, 0.0, 1.5, -3e38, 1e-45]
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2)
+    before = [torch.tensor(odd, dtype=torch.float64).to(dtype) for dtype in dtypes]
+    before += [torch.zeros(2, 3), torch.tensor([1, 2]), torch.ones(2, dtype=torch.complex64), torch.zeros(0), 7]
+    after = [part.roll(1, 0) if isinstance(part, Tensor) else part + 1 for part in before]
+    before[5], after[5] = torch.ones(3, 2).t(), torch.zeros(2, 6)[:, ::2]  # each with its own strides
+    same = [each for part in (after, before)[found][:-1] for each in (part.shape, part.dtype, bits(part))]
+    chosen = unless(torch.tensor(found), before, after)
+    assert [each for part in chosen[:-1] for each in (part.shape, part.dtype, bits(part))] == same
+    assert chosen[-1] == 8
+    assert all(storage_use_count(part) == 1 for part in chosen[:-1])

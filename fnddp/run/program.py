@@ -18,7 +18,7 @@ from fnddp.ir.plan_data import Phase
 from fnddp.ir.program import Collective, Divisor, Grad, LeafSpec, Mean, Name, Part, Received, Segment, Sent, Span, Temp
 from fnddp.plan.plan import Plan
 from fnddp.run.backends import segments_of
-from fnddp.torch_private import storage_use_count
+from fnddp.torch_private import foreach_copy, storage_use_count
 from fnddp.wire.groups import World, within
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 
@@ -283,9 +283,15 @@ class Program:
 
     def keep_parts(self, values: list[Any], parts: Sequence[Any]) -> None:
         """Give the segments copies of the parts of the state that they write over."""
-        for register, index, is_overwritten in self._parts:
-            if is_overwritten and values[register] is parts[index]:
-                values[register] = parts[index].clone()
+        own = {
+            register: torch.empty_like(parts[index])
+            for register, index, is_overwritten in self._parts
+            if is_overwritten and values[register] is parts[index]
+        }
+        if own:
+            foreach_copy(list(own.values()), [values[register] for register in own])
+        for register, copy in own.items():
+            values[register] = copy
 
 
 class UnexpectedGradient(ValueError):

@@ -1,6 +1,5 @@
 """One step of an engine: it takes gradients, runs the plan, and ends alike on all ranks."""
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fnddp.core.tree import Leaves, is_inexact
-from fnddp.device import Device, Stream
+from fnddp.device import Stream
 from fnddp.ir.program import Collective, Segment
+from fnddp.run.nonfinite import has_nonfinite, unless
 from fnddp.run.program import BoundSegment, Input, Program, UnexpectedGradient
 from fnddp.run.vote import EndedSteps, StepFailedError, Vote
 from fnddp.show.trace import Observer, profiled
@@ -336,10 +336,11 @@ class Step:
     def _restore(self, memory: dict[int, Any], parts: list[Any], means: Leaves) -> None:
         if memory and self._program.plan is None:  # nothing is known of what has arrived, and means are equal on ranks
             self.found_nonfinite = has_nonfinite(means.values(), self._program.device)
-        for i, part in memory.items():
-            if isinstance(self.found_nonfinite, Tensor):
-                parts[i] = torch.where(self.found_nonfinite, part, parts[i])
-            elif self.found_nonfinite:
+        if isinstance(self.found_nonfinite, Tensor):
+            kept = unless(self.found_nonfinite, list(memory.values()), [parts[i] for i in memory])
+            memory = dict(zip(memory, kept, strict=True))
+        if self.found_nonfinite is not False:
+            for i, part in memory.items():
                 parts[i] = part
 
     def finish(self) -> Synchronized:
@@ -616,23 +617,6 @@ class Step:
     def _on_side_stream(self) -> AbstractContextManager[Any]:
         stream = self._program.stream
         return _NOTHING if stream is None else self._program.device.on(stream)
-
-
-def has_nonfinite(tensors: Iterable[Tensor], device: Device) -> Tensor | bool:
-    """Return whether an element of `tensors` is infinite or NaN: on an accelerator a scalar there."""
-    extremes = [each for tensor in tensors if tensor.numel() for each in _real(tensor).aminmax()]  # which show a NaN
-    if not extremes:
-        return False
-    if not device.is_asynchronous:
-        return not all(map(math.isfinite, map(float, extremes)))
-    return ~torch.stack([each.to(torch.float32) for each in extremes]).isfinite().all()
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Return a tensor that has a minimum, and is not finite where `tensor` is not."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj())
-    return tensor if tensor.itemsize > 1 else tensor.float()
 
 
 def _named(collective: Collective, run: Callable[[], T]) -> T:

@@ -15,10 +15,10 @@ from fnddp import torch_private
 from fnddp.adapters.backward import Backward
 from fnddp.core import tree
 from fnddp.core.sync import State
-from fnddp.core.tree import paired
 from fnddp.device import device_of
 from fnddp.integrations.fsdp.unit import Unit
-from fnddp.run.step import Synchronized, has_nonfinite, require_noticed
+from fnddp.run.nonfinite import has_nonfinite, unless
+from fnddp.run.step import Synchronized, require_noticed
 from fnddp.run.vote import Vote
 from fnddp.torch_private import fsdp_groups
 from fnddp.wire.c10d import C10D
@@ -218,8 +218,9 @@ class Reduction:
         course = self._course
         course.close()
         if isinstance(found_nonfinite, Tensor):
-            before = {name: course.states[name] for name in self.states}
-            self.states = paired(partial(_unless, found_nonfinite), before, self.states)
+            before, structure = tree.flatten_any({name: course.states[name] for name in self.states})
+            after, _ = tree.flatten_any(self.states)
+            self.states = tree.unflatten_any(structure, unless(found_nonfinite, before, after))
         if found_nonfinite is not True:
             course.states |= self.states
         course.steps += 1
@@ -234,10 +235,6 @@ class Reduction:
                 parameter.grad = None
             else:
                 _local(parameter.grad).copy_(before)
-
-
-def _unless(found: Tensor, before: Any, after: Any) -> Any:
-    return torch.where(found, before, after) if isinstance(after, Tensor) else after
 
 
 def _local(grad: Tensor) -> Tensor:

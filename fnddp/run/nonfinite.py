@@ -1,0 +1,60 @@
+"""What is infinite or NaN in a step, and memory that stays as it was then."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnddp.device import Device, device_of
+from fnddp.torch_private import FOREACH
+
+aten: Any = torch.ops.aten
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def has_nonfinite(tensors: Iterable[Tensor], device: Device) -> Tensor | bool:
+    """Return whether an element of `tensors` is infinite or NaN: on an accelerator a scalar there."""
+    extremes = [each for tensor in tensors if tensor.numel() for each in _real(tensor).aminmax()]  # which show a NaN
+    if not extremes:
+        return False
+    if not device.is_asynchronous:
+        return not all(map(math.isfinite, map(float, extremes)))
+    return ~torch.stack([each.to(torch.float32) for each in extremes]).isfinite().all()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a tensor that has a minimum, and is not finite where `tensor` is not."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor if tensor.itemsize > 1 else tensor.float()
+
+
+def unless(found: Tensor, before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
+    """Return `after`, and `before` where the scalar `found` is true, to the bit; for parts of a state that are tensors.
+
+    On an accelerator a call costs more than a pass over a small tensor, so those take three operations together.
+
+    >>> unless(torch.tensor(True), [torch.ones(2), 3], [torch.full((2,), torch.nan), 4])
+    [tensor([1., 1.]), 4]
+    """
+    chosen, small = list(after), defaultdict[torch.dtype, list[int]](list)
+    for i, part in enumerate(after):
+        if isinstance(part, Tensor):
+            is_alike = part.is_floating_point() and part.stride() == before[i].stride()  # which lists have to be
+            if is_alike and part.nbytes <= device_of(part.device).light_bytes:
+                small[part.dtype].append(i)
+            else:
+                chosen[i] = torch.where(found, before[i], part)
+    for dtype, places in small.items():
+        bits = BITS[dtype.itemsize]  # of which a product with zero is zero, also of NaN
+        old, new = ([parts[i].view(bits) for i in places] for parts in (before, after))
+        change = FOREACH[aten.sub.Tensor][0](old, new)
+        FOREACH[aten.mul.Tensor][1](change, found.to(bits))
+        FOREACH[aten.add.Tensor][1](change, new)
+        for i, part in zip(places, change, strict=True):
+            chosen[i] = part.view(dtype).data  # not a view, which would hold what it views
+    return chosen
