@@ -39,12 +39,10 @@ from convergence import (
 )
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.func import grad, vmap
 
 import fnddp
 from fnddp import Link, measure_segments
 from fnddp.cli import models, picture
-from fnddp.reducers.halves import with_halves
 from fnddp.run import hops
 from fnddp.run.choose_owned import Pair, owned_choice, owned_plans, pairs
 
@@ -121,48 +119,44 @@ def is_matrix(path: str, leaf: Tensor) -> bool:
     return leaf.ndim == 2 and path.split(".")[0] in ("qkv", "out", "up", "down")
 
 
-def optimizers(params: dict[str, Tensor], arm: Arm, rate: float) -> list[torch.optim.Optimizer]:
-    if arm.optimizer == ADAMW:
-        return [torch.optim.AdamW(list(params.values()), lr=rate, weight_decay=0.01)]
+def optimizers(params: dict[str, Tensor], arm: Arm, rate: float, steps: int) -> list[torch.optim.Optimizer]:
     matrices = [leaf for path, leaf in params.items() if is_matrix(path, leaf)]
     rest = [leaf for path, leaf in params.items() if not is_matrix(path, leaf)]
-    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(rest, lr=OF_ADAMW, weight_decay=0.01)]
+    if arm.optimizer == ADAMW:
+        made: list[torch.optim.Optimizer] = [torch.optim.AdamW(list(params.values()), lr=rate, weight_decay=0.01)]
+    else:
+        muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        made = [muon, torch.optim.AdamW(rest, lr=OF_ADAMW, weight_decay=0.01)]
+    for each in made:
+        warm_up_and_fall(each, steps)
+    return made
+
+
+def warm_up_and_fall(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Let the rate rise for a twentieth of the steps, and fall to zero."""
+    rising = max(1, round(0.05 * steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda t: min((t + 1) / rising, (steps - t) / (steps - rising))
+    )
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
 
 
 def trained(task: Task, arm: Arm, rate: float, seed: int) -> tuple[float, float]:
     """Train, and return the loss on held-out data of the weights that all ranks have, and of those of the owners."""
     torch.manual_seed(seed)
     model = task.make()
-    own = {path: leaf.clone() for path, leaf in named_parameters(model).items()}
-    seen = {path: leaf.clone() for path, leaf in own.items()}
-    # What owners have of whole leaves is what allgather gives to all, to the bit.
-    first = fnddp.simulate(with_halves(BY_BITS[arm.up].gradients("allgather"), fnddp.allgather), RANKS)
-    state = first.init({path: leaf.expand(RANKS, *leaf.shape) for path, leaf in own.items()})
-    second = BY_BITS[arm.down].weights
-    back = None if second is None else second.init(own)
-    gradients = vmap(grad(partial(task.loss, model)), in_dims=(None, 0, 0))
-    made = optimizers(own, arm, rate)
-    rising = max(1, round(0.05 * task.steps))
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(
-            each, lambda t: min((t + 1) / rising, (task.steps - t) / (task.steps - rising))
-        )
-        for each in made
-    ]
-    for x, y in task.batches(RANKS, seed, task.steps):
-        mean, state = first(gradients(seen, x, y), state)
-        for path, leaf in own.items():
-            leaf.grad = mean[path]
-        for each, schedule in zip(made, schedules, strict=True):
-            each.step()
-            schedule.step()
-        if second is None:
-            seen = {path: leaf.clone() for path, leaf in own.items()}
-            continue
-        sent, back = second({path: leaf - seen[path] for path, leaf in own.items()}, back)
-        seen = {path: leaf + sent[path] for path, leaf in seen.items()}
-    return task.quality(model, seen), task.quality(model, own)
+    params = named_parameters(model)
+    up, down = BY_BITS[arm.up].of_own[0], BY_BITS[arm.down].of_own[1]
+    done = fnddp.simulate_training(
+        partial(task.loss, model),
+        params,
+        task.batches(RANKS, seed, task.steps),
+        fnddp.parse(up),
+        weights=fnddp.parse(down),
+        world_size=RANKS,
+        optimizer=lambda leaves: optimizers(dict(zip(params, leaves, strict=True)), arm, rate, task.steps),
+    )
+    return task.quality(model, done.params), task.quality(model, done.owned)
 
 
 Found = dict[tuple[Arm, float, int], float]

@@ -21,25 +21,18 @@ from fnddp.adapters.owned_gradient import OthersGradient, OwnedGradient
 from fnddp.adapters.owned_optimizer import OwnedOptimizer
 from fnddp.core import collectives
 from fnddp.core.agreement import RankMismatchError, agree
-from fnddp.core.codec import Codec
 from fnddp.core.group import Group, group_name
-from fnddp.core.parse import pipeline_of
 from fnddp.core.state import describe, load_state_dict, on_cpu
 from fnddp.core.state import state_dict as of_state
-from fnddp.core.sync import State, Sync, all_in
+from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves
 from fnddp.plan.plan import Plan
-from fnddp.reducers.carriers import all_gather, two_shot_mean
-from fnddp.reducers.halves import Owners, to_owners, with_halves
-from fnddp.run.choose import AUTO
+from fnddp.reducers.halves import Owners, with_halves
 from fnddp.run.engine import fail_next
-from fnddp.run.hops import default_cap_mb, owners_of, parameters_of, to_their_owners
+from fnddp.run.hops import default_cap_mb, first_hop, owners_of, parameters_of, second_hop, to_their_owners
 from fnddp.run.step import Synchronized
 from fnddp.run.vote import StepFailedError
-from fnddp.schedules.choose import partition, warmup
 from fnddp.show.text import count
-from fnddp.transforms.cast import cast
-from fnddp.transforms.memory import ef21, error_feedback
 from fnddp.wire import control
 from fnddp.wire.groups import live_group, world_size
 from fnddp.wire.protocol import CollectiveError
@@ -468,7 +461,7 @@ class OwnerDataParallel(DistributedDataParallel):
         raise TypeError("own: it has the optimizers of this process; copy or pickle model.module, and call own again")
 
     def _agreed(self, sync: Sync | str, *, verify: bool) -> tuple[Sync, State]:
-        return super()._agreed(with_halves(_gradients(sync), self._half), verify=verify)
+        return super()._agreed(with_halves(first_hop("own", sync), self._half), verify=verify)
 
 
 class OptimizerCheckpoint:
@@ -601,7 +594,7 @@ def own(
 
     def set_up() -> dict[str, str]:
         _require_plain(model)
-        pipelines = _gradients(gradients), _weights(weights)
+        pipelines = first_hop("own", gradients), second_hop("own", weights)
         named = parameters_of("own", model, optimizers)
         n = collectives.world_size(group)
         owners = [owners_of(each, of, n, cost, cut) for each, of in zip(named, optimizers, strict=True)]
@@ -649,39 +642,6 @@ def _require_plain(model: nn.Module) -> None:
             raise TypeError(
                 f"own: {name!r} has an optimizer that runs in backward, before a mean is there; leave it out"
             )
-
-
-def _gradients(sync: str | Sync) -> Sync:
-    if sync == AUTO:
-        raise TypeError(
-            "own: gradients='auto' measures pipelines that give every rank a mean; name one yourself, such as those of "
-            "fnddp.choose_owned, for a link that is written down"
-        )
-    sync = pipeline_of("own: gradients", sync)
-    for each in all_in(sync):
-        is_plain = isinstance(each, two_shot_mean) and not each.server_memory
-        is_codec = isinstance(each, Codec) or (isinstance(each, cast) and each.carries)
-        if not (is_plain or is_codec or isinstance(each, error_feedback | partition | warmup | to_owners)):
-            raise TypeError(
-                f"own: gradients={sync!r} cannot end at the owners, because of {each!r}; give two_shot, with codecs "
-                "around it and error_feedback around these: 'error_feedback(quantize(two_shot, bits=4))'"
-            )
-    return sync
-
-
-def _weights(sync: str | Sync) -> Sync:
-    sync = pipeline_of("own: weights", sync)
-    inner = sync.inner if isinstance(sync, ef21) else sync
-    for each in all_in(inner):
-        is_codec = isinstance(each, Codec) or (isinstance(each, cast) and each.carries)
-        if not (isinstance(each, all_gather) or is_codec):
-            raise TypeError(
-                f"own: weights={sync!r} cannot come from the owners, because of {each!r}; give allgather, with codecs "
-                "around it and ef21 around these: 'ef21(quantize(allgather, bits=4))'"
-            )
-    if isinstance(sync, ef21) and (sync.eta != 1 or isinstance(inner, all_gather)):
-        raise TypeError(f"own: weights={sync!r}: ef21 sends differences through codecs here, without an average (eta)")
-    return sync
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:

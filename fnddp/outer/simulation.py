@@ -142,4 +142,5 @@ def simulate_training(
         return leaves
 
     losses, leaves = train_ranks(loss_fn, spec, leaves, 0, batches, step, world_size, ranks_at_once)
-    return Trained(losses, tree.unflatten(spec, leaves), state)
+    params = tree.unflatten(spec, leaves)
+    return Trained(losses, params, params, state)

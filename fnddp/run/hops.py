@@ -7,11 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fnddp.core.sync import Sync
+from fnddp.core.codec import Codec
+from fnddp.core.parse import pipeline_of
+from fnddp.core.sync import Sync, all_in
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
+from fnddp.reducers.carriers import all_gather, two_shot_mean
 from fnddp.reducers.halves import Owners, to_all, to_owners, with_halves
-from fnddp.transforms.memory import ef21
+from fnddp.run.choose import AUTO
+from fnddp.schedules.choose import partition, warmup
+from fnddp.transforms.cast import cast
+from fnddp.transforms.memory import ef21, error_feedback
 
 ELEMENTWISE = frozenset(
     {
@@ -132,6 +138,45 @@ def to_their_owners(leaves: Mapping[str, Tensor], owners: Sequence[Owners]) -> t
     """Return the first half of a mean of all leaves, which `owners` have: those of each optimizer."""
     shapes = tuple((path, leaf.shape) for path, leaf in leaves.items())
     return to_owners(owners=Owners(owners[0].n, shapes, tuple(pair for each in owners for pair in each.whole)))
+
+
+def first_hop(who: str, gradients: str | Sync) -> Sync:
+    """Return the pipeline of gradients on their way to owners; raise a TypeError if it cannot end there."""
+    if gradients == AUTO:
+        raise TypeError(
+            f"{who}: gradients='auto' measures pipelines that give every rank a mean; name one yourself, such as those "
+            "of fnddp.choose_owned, for a link that is written down"
+        )
+    sync = pipeline_of(f"{who}: gradients", gradients)
+    for each in all_in(sync):
+        is_plain = isinstance(each, two_shot_mean) and not each.server_memory
+        if not (is_plain or _is_codec(each) or isinstance(each, error_feedback | partition | warmup | to_owners)):
+            raise TypeError(
+                f"{who}: gradients={sync!r} cannot end at the owners, because of {each!r}; give two_shot, with codecs "
+                "around it and error_feedback around these: 'error_feedback(quantize(two_shot, bits=4))'"
+            )
+    return sync
+
+
+def second_hop(who: str, weights: str | Sync) -> Sync:
+    """Return the pipeline of weights on their way to all ranks; raise a TypeError if they cannot come by it."""
+    sync = pipeline_of(f"{who}: weights", weights)
+    inner = codecs_of(sync)
+    for each in all_in(inner):
+        if not (isinstance(each, all_gather) or _is_codec(each)):
+            raise TypeError(
+                f"{who}: weights={sync!r} cannot come from the owners, because of {each!r}; give allgather, with "
+                "codecs around it and ef21 around these: 'ef21(quantize(allgather, bits=4))'"
+            )
+    if isinstance(sync, ef21) and (sync.eta != 1 or isinstance(inner, all_gather)):
+        raise TypeError(
+            f"{who}: weights={sync!r}: ef21 sends differences through codecs here, without an average (eta)"
+        )
+    return sync
+
+
+def _is_codec(sync: Sync) -> bool:
+    return isinstance(sync, Codec) or (isinstance(sync, cast) and sync.carries)
 
 
 def codecs_of(weights: Sync) -> Sync:

@@ -1,6 +1,6 @@
 """Training on n virtual ranks in one process, to see the effect of a pipeline on a loss."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -9,14 +9,18 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves, Tree
+from fnddp.reducers.carriers import allgather
+from fnddp.reducers.halves import with_halves
+from fnddp.run.hops import codecs_of, first_hop, second_hop
 from fnddp.simulation.simulate import require_rows, simulate
+from fnddp.transforms.memory import ef21
 from fnddp.wire.simulated import Division
 
 Means: TypeAlias = Mapping[str, Tensor | None]
 """Means by path; None for a leaf that has no update in a step."""
 
-MakeOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
-"""Returns an optimizer for a list of tensors: `functools.partial(torch.optim.AdamW, lr=1e-3)`."""
+MakeOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+"""Returns an optimizer for a list of tensors, `functools.partial(torch.optim.AdamW, lr=1e-3)`, or several for parts."""
 
 
 class Trained(NamedTuple):
@@ -26,11 +30,13 @@ class Trained(NamedTuple):
         losses: Each rank's loss before each step, `[steps, n]`.
         params: The parameters after the last step, in the tree of those given; with outer steps, between which ranks
             have their own parameters, `[n, *shape]` leaves.
+        owned: With `weights`, those that owners keep, and the optimizer has; else `params`.
         state: The simulation's state after the last step: see `fnddp.simulate`.
     """
 
     losses: Tensor
     params: Tree
+    owned: Tree
     state: State
 
 
@@ -40,6 +46,7 @@ def simulate_training(
     batches: Iterable[tuple[Tensor, ...]],
     sync: Sync,
     *,
+    weights: Sync | None = None,
     world_size: int,
     optimizer: MakeOptimizer | None = None,
     update: Callable[[Tree, Tree, Any], tuple[Tree, Any]] | None = None,
@@ -59,8 +66,11 @@ def simulate_training(
         params: Any pytree of floating-point tensors. They are not changed.
         batches: For each step a tuple of tensors `[n, batch, ...]`: a row for each rank.
         sync: The pipeline.
+        weights: What `fnddp.own` takes for weights: then `sync` takes gradients to owners, as there, and ranks compute
+            with the weights that owners send back. Owners have whole leaves here.
         world_size: The number of ranks, n.
-        optimizer: Returns an optimizer for a list of tensors: `functools.partial(torch.optim.AdamW, lr=1e-3)`; or
+        optimizer: Returns an optimizer for a list of tensors, `functools.partial(torch.optim.AdamW, lr=1e-3)`, or
+            several, each for a part of them; or
         update: `update(params, mean, memory) -> (params, memory)`, pure; `memory` is None in the first step, and
             the mean of a leaf that has no update is, too. Exactly one of both.
         ranks_at_once: Number of ranks whose gradients are computed at a time: fewer need less memory for activations.
@@ -69,7 +79,8 @@ def simulate_training(
 
     Raises:
         ValueError: Both `optimizer` and `update`, or none, are given; a batch has no row for each rank; the mean of a
-            leaf is not the same on all ranks (`none`); or as in `fnddp.simulate`.
+            leaf is not the same on all ranks (`none`); `weights` goes with `update`; or as in `fnddp.simulate`.
+        TypeError: `sync` or `weights` is none that `fnddp.own` takes.
 
     >>> from fnddp import allgather, error_feedback, sign
     >>> def loss_fn(params, x, y):
@@ -89,11 +100,18 @@ def simulate_training(
     """
     if (optimizer is None) == (update is None):
         raise ValueError("simulate_training: give optimizer, which makes a torch.optim one, or update, and not both")
-    simulation = simulate(sync, world_size, groups=groups)
     leaves, spec = tree.flatten(params)
     leaves = {path: leaf.detach().clone() for path, leaf in leaves.items()}
+    owners = None
+    if weights is not None:
+        if optimizer is None:
+            raise ValueError("simulate_training: weights come from owners, who have an optimizer; give one, not update")
+        # What owners have of whole leaves is what allgather gives to all, to the bit.
+        sync = with_halves(first_hop("simulate_training", sync), allgather)
+        owners = _Owners(second_hop("simulate_training", weights), leaves)
+    simulation = simulate(sync, world_size, groups=groups)
     state = simulation.init({path: leaf.expand(world_size, *leaf.shape) for path, leaf in leaves.items()})
-    local = None if optimizer is None else LocalOptimizers(optimizer, leaves)
+    local = None if optimizer is None else LocalOptimizers(optimizer, leaves if owners is None else owners.leaves)
     memory: Any = None
 
     def step(leaves: Leaves, grads: Leaves) -> Leaves:
@@ -102,13 +120,37 @@ def simulate_training(
         _require_one_mean(leaves, mean)
         if local is not None:
             local.step(mean)
-            return leaves
+            return leaves if owners is None else owners.sent(leaves)
         assert update is not None
         stepped, memory = update(tree.unflatten(spec, leaves), tree.unflatten(spec, mean), memory)
         return tree.flatten(stepped)[0]
 
     losses, leaves = train_ranks(loss_fn, spec, leaves, None, batches, step, world_size, ranks_at_once)
-    return Trained(losses, tree.unflatten(spec, leaves), state)
+    params = tree.unflatten(spec, leaves)
+    return Trained(losses, params, params if owners is None else tree.unflatten(spec, owners.leaves), state)
+
+
+class _Owners:
+    """The owners' weights, and the hop by which all ranks get them."""
+
+    def __init__(self, weights: Sync, leaves: Leaves) -> None:
+        self.leaves = {path: leaf.clone() for path, leaf in leaves.items()}
+        self._sends_differences = isinstance(weights, ef21)
+        self._hop = simulate(codecs_of(weights), 1)  # each leaf comes from one rank
+        self._state = self._hop.init(_row_of(self.leaves))
+
+    def sent(self, seen: Leaves) -> Leaves:
+        """Return what all ranks have next, from what they have."""
+        if not self._sends_differences:
+            got, self._state = self._hop(_row_of(self.leaves), self._state)
+            return {path: leaf.clone() for path, leaf in got.items()}
+        changes = {path: leaf - seen[path] for path, leaf in self.leaves.items()}
+        got, self._state = self._hop(_row_of(changes), self._state)
+        return {path: leaf + got[path] for path, leaf in seen.items()}
+
+
+def _row_of(leaves: Leaves) -> Leaves:
+    return {path: leaf[None] for path, leaf in leaves.items()}
 
 
 def train_ranks(
@@ -148,24 +190,31 @@ class LocalOptimizers:
     def __init__(self, make: MakeOptimizer, leaves: Leaves, *, by_rank: bool = False) -> None:
         self._by_rank = by_rank
         self._leaves = self._split(leaves)
-        self._optimizers = [make(list(leaves.values())) for leaves in self._leaves]
+        self._optimizers = [several(make(list(leaves.values()))) for leaves in self._leaves]
 
     def step(self, grads: Means) -> None:
         """Step with `grads`, laid out as the leaves are; None for no update."""
-        for leaves, own, optimizer in zip(self._leaves, self._split(grads), self._optimizers, strict=True):
+        for leaves, own, optimizers in zip(self._leaves, self._split(grads), self._optimizers, strict=True):
             for path, leaf in leaves.items():
                 leaf.grad = own[path]
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state of the first optimizer, by path."""
-        return {path: self._optimizers[0].state[leaf] for path, leaf in self._leaves[0].items()}
+        """The state of the first rank's leaves, by path."""
+        of = {leaf: state for optimizer in self._optimizers[0] for leaf, state in optimizer.state.items()}
+        return {path: of.get(leaf, {}) for path, leaf in self._leaves[0].items()}
 
     def _split(self, leaves: Any) -> list[Any]:
         if not self._by_rank:
             return [leaves]
         return [dict(zip(leaves, rows, strict=True)) for rows in zip(*leaves.values(), strict=True)]
+
+
+def several(made: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Return a list of what is one optimizer, or several."""
+    return [made] if isinstance(made, torch.optim.Optimizer) else list(made)
 
 
 def _require_one_mean(leaves: Leaves, mean: Means) -> None:

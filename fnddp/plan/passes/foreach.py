@@ -84,7 +84,7 @@ def _has_same_bits(node: fx.Node, placement: Placement) -> bool:
     if node.target is not aten.mul.Tensor or made.dtype not in (torch.bfloat16, torch.float16):
         return True
     # The CPU's rounds a factor to 16 bits first.
-    return not isinstance(number, fx.Node) and _is_exact(number, torch.finfo(made.dtype))
+    return isinstance(number, int | float) and _is_exact(number, torch.finfo(made.dtype))
 
 
 def _is_exact(number: float, info: torch.finfo) -> bool:
