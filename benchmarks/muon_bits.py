@@ -43,7 +43,6 @@ from torch import Tensor, nn
 import fnddp
 from fnddp import Link, measure_segments
 from fnddp.cli import models, picture
-from fnddp.run import hops
 from fnddp.run.choose_owned import Pair, owned_choice, owned_plans, pairs
 
 RANKS, STEPS = 8, 250
@@ -66,21 +65,13 @@ class Hop(NamedTuple):
     bits: str
     codec: str | None
 
-    def gradients(self, carrier: str) -> fnddp.Sync:
-        text = "CARRIER" if self.codec is None else f"error_feedback({self.codec})"
-        return fnddp.parse(text.replace("CARRIER", carrier))
-
-    @property
-    def weights(self) -> fnddp.Sync | None:
-        """The codec of differences; None for exact weights."""
-        return None if self.codec is None else fnddp.parse(self.codec.replace("CARRIER", "allgather"))
-
     @property
     def of_own(self) -> tuple[str, str]:
         """What `fnddp.own` takes for gradients with this hop, and for weights."""
-        return repr(self.gradients("two_shot")), repr(
-            fnddp.allgather if self.weights is None else fnddp.ef21(self.weights)
-        )
+        if self.codec is None:
+            return "two_shot", "allgather"
+        there, back = (self.codec.replace("CARRIER", carrier) for carrier in ("two_shot", "allgather"))
+        return repr(fnddp.parse(f"error_feedback({there})")), repr(fnddp.parse(f"ef21({back})"))
 
 
 EXACT = Hop("32", None)
@@ -223,28 +214,19 @@ def costed() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     return model, [torch.optim.Muon([named[path] for path in matrices]), torch.optim.AdamW(rest)]
 
 
-def hop_plans(text: str, device: str = "meta") -> list[fnddp.Plan]:
-    """The plans of a hop of `fnddp.own`, by its pipeline: one of gradients, or one of weights for each optimizer."""
-    model, optimizers = costed()
-    named = hops.parameters_of("muon_bits", model, optimizers)
-    owners = [hops.owners_of(each, of, RANKS) for each, of in zip(named, optimizers, strict=True)]
-    like = [{path: torch.empty_like(leaf, device=device) for path, leaf in each.items()} for each in named]
-    sync = fnddp.parse(text)
-    if "two_shot" in text:
-        of_all = {path: each[path] for path, _ in model.named_parameters() for each in like if path in each}
-        return [hops.plan_of_gradients(sync, of_all, owners)]
-    return [hops.plan_of_weights(sync, each, of) for each, of in zip(like, owners, strict=True)]
-
-
 @cache
-def cost_of_hop(text: str) -> Cost:
-    return Cost(*map(sum, zip(*map(priced, hop_plans(text)), strict=True)))
+def costs() -> dict[tuple[str, str], Cost]:
+    """The cost of both hops, by their pipelines."""
+    every = [Pair(BY_BITS[arm.up].of_own[0], BY_BITS[arm.down].of_own[1], 0.0) for arm in ARMS]
+    plans = owned_plans("muon_bits", *costed(), every, RANKS)
+    return {
+        pair[:2]: Cost(*map(sum, zip(*map(priced, (there, *back)), strict=True)))
+        for pair, (there, back) in plans.items()
+    }
 
 
 def cost_of(up: str, down: str) -> Cost:
-    """The cost of both hops."""
-    there, back = cost_of_hop(BY_BITS[up].of_own[0]), cost_of_hop(BY_BITS[down].of_own[1])
-    return Cost(there.bytes + back.bytes, there.seconds + back.seconds)
+    return costs()[BY_BITS[up].of_own[0], BY_BITS[down].of_own[1]]
 
 
 @cache
@@ -335,7 +317,11 @@ def draw(rows: Sequence[Row]) -> Figure:
 def time_codecs(file: Path) -> None:
     """Write seconds to encode and decode a byte of float32 on each hop: of the model above, on the first of 8 ranks."""
     nbytes = sum(leaf.nbytes for leaf in costed()[0].parameters())
-    plans = {text: hop_plans(text, "cpu") for hop in HOPS for text in hop.of_own}
+    every = [Pair(*hop.of_own, 0.0) for hop in HOPS]
+    made = owned_plans("muon_bits", *costed(), every, RANKS, device="cpu")
+    plans = {
+        text: of for pair, (there, back) in made.items() for text, of in zip(pair[:2], ((there,), back), strict=True)
+    }
     seconds = dict.fromkeys(plans, math.inf)
     for _ in range(ROUNDS):  # of which the fastest counts: other processes take time, and give none
         for text, of in plans.items():
@@ -362,7 +348,7 @@ def which(ranks: Sequence[int]) -> str:
     lines = ["| ranks | link | nats | gradients | weights | MB | hops and codecs | exact hops |"]
     lines += ["| --: | --- | --: | --- | --- | --: | --: | --: |"]
     for n in ranks:
-        every = owned_plans(*costed(), pairs(max(WITHIN)), n)
+        every = owned_plans("muon_bits", *costed(), pairs(max(WITHIN)), n)
         sent = {pair[:2]: (first.link_bytes + sum(x.link_bytes for x in back)) for pair, (first, back) in every.items()}
         for rate in RATES:
             taken: dict[tuple[str, str], str] = {}

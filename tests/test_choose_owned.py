@@ -15,6 +15,7 @@ from torch import nn
 import fnddp
 from fnddp import Link, WireCounter, choose_owned
 from fnddp.run import choose_owned as choosing
+from fnddp.simulation.training import several
 from tests.ranks import on_ranks
 from tests.test_owners import Net, batch, loss_of, net, optimizers
 
@@ -34,7 +35,7 @@ def plans(make: type[Net] | Any, ranks: int) -> choosing.Plans:
     with torch.device("meta"):
         model = make()
     muon = optimizers(model) if isinstance(model, Net) else torch.optim.Muon(model.parameters())
-    return choosing.owned_plans(model, muon, choosing.pairs(SOME), ranks)
+    return choosing.owned_plans("test", model, several(muon), choosing.pairs(SOME), ranks)
 
 
 def sent(of: tuple[fnddp.Plan, tuple[fnddp.Plan, ...]]) -> int:

@@ -18,6 +18,7 @@ from fnddp.cost.estimate import MeanStepCost, Span, StepCost
 from fnddp.run import choose as choosing
 from fnddp.simulation import tune as simulated
 from fnddp.simulation.ranks import run_threads
+from fnddp.simulation.training import several
 from fnddp.simulation.tune import (
     CANDIDATES,
     MEAN,
@@ -78,7 +79,8 @@ def test_where_seeds_cannot_tell_nothing_wins_and_it_says_how_many_could() -> No
     assert found.unclear == (UNCLEAR,)
     assert found.winner is None
     assert found.verdict == (
-        "Undecided: 3 seeds cannot tell whether unclear ends within 0.01 of the plain mean's loss; raise --seeds to 8"
+        "Undecided: 3 seeds cannot tell whether unclear ends within 0.01 of the loss of the plain mean; "
+        "raise --seeds to 8"
     )
     assert tuned(EXACT, replace(UNCLEAR, step=GOOD.step), replace(GOOD, step=UNCLEAR.step)).winner is not None  # slower
     assert tuned(EXACT, HALF, replace(UNCLEAR, step=EXACT.step), chosen="unclear").winner is None  # what auto takes
@@ -125,7 +127,7 @@ def test_nothing_wins_where_the_plain_mean_diverged(within: float, tmp_path: Pat
     for others in (HALF, replace(HALF, losses=(float("nan"),) * 3)):
         found = tuned(replace(EXACT, losses=(float("nan"), 2.0, 2.0)), others, within=within)
         assert (found.good, found.winner) == ((), None)
-        assert found.verdict == "Undecided: the plain mean itself diverged; lower --rate"
+        assert found.verdict == "Undecided: training with the plain mean diverged; lower --rate"
         plot = partial(tune_report.plot, found, setting)
         picture.write(tmp_path, tune_report.PLOT, plot, tune_report.as_json(found, setting))
         assert json.loads((tmp_path / "results.json").read_text())["winner"] is None
@@ -300,7 +302,7 @@ def test_problems_have_a_row_for_each_rank() -> None:
 
 def test_learning_rates_fall() -> None:
     weight, rates = torch.zeros(1), list[float]()
-    optimizer = asked("digits", None, batch=2, ranks=2, steps=4, rate=0.5).optimizer([weight])
+    (optimizer,) = several(asked("digits", None, batch=2, ranks=2, steps=4, rate=0.5).optimizer([weight]))
     weight.grad = torch.ones(1)
     for _ in range(5):
         rates.append(optimizer.param_groups[0]["lr"])

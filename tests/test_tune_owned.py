@@ -1,6 +1,10 @@
 """Training with owners on virtual ranks, and `fnddp tune --own`, which chooses both hops by it."""
 
+import json
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +12,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fnddp
+from fnddp import Link, choose_owned
+from fnddp.cli import main
 from fnddp.laws import bits
+from fnddp.run.choose_owned import Pair, owned_plans
+from fnddp.simulation.tune import OWNERS, Problem, final_loss, text_of, tune, way_of
 from tests.ranks import on_ranks
 
 HOPS = [
@@ -33,10 +41,10 @@ class Squares(nn.Module):
         return torch.stack([((p - x) * (p - x)).sum() for p in self.parameters()]).sum()
 
 
-def muon_and_adamw(leaves: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
+def muon_and_adamw(leaves: Iterable[Tensor], rate: float = 0.02) -> list[torch.optim.Optimizer]:
     leaves = [*leaves]
     matrices, rest = ([leaf for leaf in leaves if (leaf.ndim == 2) is which] for which in (True, False))
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+    return [torch.optim.Muon(matrices, lr=rate), torch.optim.AdamW(rest, lr=0.01)]
 
 
 @pytest.mark.parametrize("hops", HOPS)
@@ -62,3 +70,93 @@ def test_a_simulated_training_has_the_bits_of_one_on_real_ranks(rank: int, hops:
         optimizer=muon_and_adamw,
     )
     assert bits(done.params) == bits({name: p.detach() for name, p in model.named_parameters()})
+
+
+def line_problem() -> Problem:
+    def batch(rank: int, n: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+        x = torch.randn(4, 8, generator=generator)
+        return x, x.cumsum(1)
+
+    return Problem(
+        lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8)),
+        lambda forward, batch: (forward(batch[0]) - batch[1]).square().mean(),
+        batch,
+        lambda leaves, lr=0.02: muon_and_adamw(leaves, lr),
+    )
+
+
+def test_tune_compares_both_hops() -> None:
+    found = tune(
+        line_problem(), [", ".join(HOPS[3])], own=True, link=Link.parse("20kbit"), ranks=3, steps=4, seeds=(0, 1)
+    )
+    by_name = {each.pipeline: each for each in found.outcomes}
+    few_bits = text_of(way_of(", ".join(HOPS[3]), own=True))
+    assert {*by_name} == {"two_shot, allgather", *OWNERS.halves, found.chosen, few_bits}
+    exact, few = found.mean, by_name[few_bits]
+    model = line_problem().make(0)
+    pair = Pair(*HOPS[0], 0.0)
+    first, back = owned_plans("test", model, muon_and_adamw(model.parameters()), [pair], 3)[pair]
+    assert exact.wire_bytes == first.wire_bytes + sum(plan.wire_bytes for plan in back)
+    assert few.link_bytes < exact.link_bytes / 4
+    assert few.seconds < exact.seconds / 4
+    assert found.chosen == text_of(choose_owned(model, muon_and_adamw(model.parameters()), "20kbit", world_size=3))
+    assert exact.losses[0] == final_loss(line_problem(), way_of("two_shot, allgather", own=True), 3, 0, 4)
+    assert few.losses != exact.losses
+
+
+def test_exact_hops_train_as_the_mean_does() -> None:
+    losses = [
+        final_loss(line_problem(), way_of(text, own=own), 2, 1, 6)
+        for text, own in (("allreduce", False), ("two_shot, allgather", True))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_without_muon_exact_hops_stay() -> None:
+    problem = replace(line_problem(), optimizer=partial(torch.optim.SGD, lr=0.1))
+    found = tune(problem, [], own=True, link=Link.parse("20kbit"), ranks=2, steps=2, seeds=(0,))
+    assert found.chosen == "two_shot, allgather"
+    assert found.notes[0].startswith("fnddp.choose_owned takes two_shot, allgather on this link")
+    assert found.usage(found.mean) == 'fnddp.own(model, optimizer, "two_shot", "allgather")'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("two_shot", "must be two pipelines"),
+        ("two_shot, allgather, allgather", "must be two pipelines"),
+        ("powersgd(allreduce), allgather", "tune: gradients=powersgd"),
+        ("quantize(two_shot, bits=4), ef21(allgather)", "tune: weights=ef21"),
+        ("quantize(two_shot, bits=4), allreduce", "tune: weights=allreduce"),
+        ("quantiz(two_shot), allgather", "quantiz"),
+    ],
+)
+def test_wrong_hops(text: str, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        way_of(text, own=True)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "tune",
+        "--own",
+        "--model",
+        "digits",
+        "--ranks",
+        "2",
+        "--steps",
+        "2",
+        "--seeds",
+        "2",
+        "--link",
+        "1mbit:1ms",
+    ]
+    arguments += [", ".join(HOPS[1]), "--within", "50%", "--out", str(tmp_path)]
+    assert main.main(arguments) == 0
+    said = capsys.readouterr().out
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["winner"] == ", ".join(HOPS[1])
+    assert f'To use it: fnddp.own(model, optimizer, "{HOPS[1][0]}", "{HOPS[1][1]}")' in said
+    assert "as fast as exact hops" in said
+    assert main.main([*arguments[:-1], str(tmp_path), "two_shot"]) == 2
+    assert "must be two pipelines" in capsys.readouterr().err

@@ -274,6 +274,9 @@ def tune(
         str,
         typer.Option(metavar="P", help="how far above the plain mean's a loss may end: 0.01, or, relative to it, 1%"),
     ] = "0.01",
+    own: Annotated[
+        bool, typer.Option("--own", help="compare both hops of fnddp.own: a PIPELINE is then 'GRADIENTS, WEIGHTS'")
+    ] = False,
     out: options.Out = Path("fnddp-tune"),
     imports: options.Imports = None,
 ) -> int:
@@ -281,8 +284,8 @@ def tune(
 
     Trains with each pipeline on virtual ranks in this process, costs a step of each on the link, and prints bytes, time
     and final loss. Encoding, decoding and backward are measured here. The plain mean, 16-bit wires and what sync="auto"
-    takes are always among them; name others in the place of the usual ones. Writes results.json, after each seed, and
-    pareto.svg.
+    takes are always among them; name others in the place of the usual ones. With --own, exact hops, hops of 16 bits and
+    what choose_owned takes are. Writes results.json, after each seed, and pareto.svg.
     """
     from fnddp.cli import checks, picture, terminal, tune_report
     from fnddp.cli.models import to_tune
@@ -297,9 +300,14 @@ def tune(
     checks.check_imports(imports)
     parameters = checks.check_model(model, trains=False)
     named = [*(pipelines or ()), *(more or ())]
-    texts = named or simulated.CANDIDATES
-    among = candidates("none") if model in options.MODELS and not named else None  # their losses are those of no user
-    syncs = [*map(repr, checks.check_pipelines(texts, parameters))]
+    texts = named or (simulated.CANDIDATES_OF_HOPS if own else simulated.CANDIDATES)
+    is_nobodys = model in options.MODELS and not named  # losses of those models are those of no user
+    among = (simulated.safe_hops() if own else candidates("none")) if is_nobodys else None
+    if own:
+        with wrong_if(TypeError, ValueError):
+            checked = [simulated.text_of(simulated.way_of(text, own=True)) for text in texts]
+    else:
+        checked = [*map(repr, checks.check_pipelines(texts, parameters))]
     on = ("digits" if model == "digits" else "its own batches") if data in (None, "own") else data
     setting = {"model": model, "data": on, "link": link, "ranks": ranks, "steps": steps, "seeds": seeds, "batch": batch}
 
@@ -311,7 +319,8 @@ def tune(
         with wrong_if(ValueError, LoweringError):
             tuned = simulated.tune(
                 asked,
-                syncs,
+                checked,
+                own=own,
                 link=parsed,
                 ranks=ranks,
                 steps=steps,

@@ -22,6 +22,7 @@ from fnddp.cli.failures import WrongArgument
 from fnddp.cli.options import MODELS
 from fnddp.core.options import did_you_mean
 from fnddp.run.measure import measure_backward
+from fnddp.simulation.training import several
 from fnddp.simulation.tune import Batch, Forward, Loss, Problem, trained
 
 Params = dict[str, Tensor]
@@ -169,18 +170,23 @@ def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
     if loss.ndim:
         raise WrongArgument(f"--model {model} on {where}: the loss must be a scalar, got {list(loss.shape)}")
 
-    def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
-        made = problem.optimizer(params) if rate is None else problem.optimizer(params, lr=rate)
-        schedule = torch.optim.lr_scheduler.LinearLR(made, 1.0, 1e-2, total_iters=steps)
-
-        def fall(*_: object) -> None:
-            schedule.step()
-
-        made.register_step_post_hook(fall)
+    def optimizers(params: list[Tensor]) -> list[torch.optim.Optimizer]:
+        made = several(problem.optimizer(params) if rate is None else problem.optimizer(params, lr=rate))
+        for each in made:
+            _let_rate_fall(each, steps)
         return made
 
     # Final losses depend less on the last batches where the learning rate falls to zero.
-    return replace(problem, optimizer=optimizer)
+    return replace(problem, optimizer=optimizers)
+
+
+def _let_rate_fall(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1e-2, total_iters=steps)
+
+    def fall(*_: object) -> None:
+        schedule.step()
+
+    optimizer.register_step_post_hook(fall)
 
 
 def _maker(name: str) -> Callable[[], Any]:

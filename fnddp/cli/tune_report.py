@@ -47,9 +47,9 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
         "codec": "encoding and decoding",
         "exposed": "time that a step waits for the link",
         "loss": "at the end, simulated, the mean over seeds",
-        "above": "the plain mean's, with the interval of 95 % confidence: pairs of trainings from the same seeds",
+        "above": f"that of {tuned.kind.called}, with the interval of 95 % confidence: pairs of trainings from one seed",
         "mark": f"P: nothing else is as fast and as good; ok: seeds rule out that it ends more than {tuned.within:.3g} "
-        'above; ?: they do not tell; <-: the one to take; auto: what sync="auto" takes',
+        f"above; ?: they do not tell; <-: the one to take; auto: what {tuned.kind.chooser} takes",
     }
     note = "Measured by one rank alone, on one core: ranks that share cores, caches or a GPU take longer to compute."
     echo(f"{title(found)}\n")
@@ -57,7 +57,7 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
     for line in (tuned.verdict, *tuned.notes):
         echo(f"{line}.")
     if tuned.winner is not None:
-        echo(f'To use it: sync="{tuned.winner.pipeline}"')
+        echo(f"To use it: {tuned.usage(tuned.winner)}")
 
 
 def _excess(gap: Gap) -> str:
@@ -103,7 +103,7 @@ def plot(tuned: Tuned, found: dict[str, Any]) -> Figure:
     label(by_time.xaxis, "predicted time of a step", "s")
     label(by_time.yaxis, "final loss (bars: seeds)")
     label(by_bytes.xaxis, "link bytes: what a rank sends over its link in a step", "B")
-    within = f"dotted: {tuned.within:.3g} above the plain mean's loss; line: nothing is better"
+    within = f"dotted: {tuned.within:.3g} above the loss of {tuned.kind.called}; line: nothing is better"
     figure.suptitle(f"{title(found)}\n{within}")
     if shown:
         figure.legend(loc="outside lower center", frameon=False, prop={"family": "monospace", "size": 8})

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -127,6 +127,18 @@ class StepCost:
     @property
     def link_bytes(self) -> int:
         return sum(cost.link_bytes for cost in self.collectives)
+
+    def followed_by(self, other: "StepCost") -> "StepCost":
+        """Return this step, and `other` after its end: the second hop of `fnddp.own`."""
+        later = [replace(span, begin=span.begin + self.seconds) for span in other.spans]
+        sent = [replace(each, end_seconds=each.end_seconds + self.seconds) for each in other.collectives]
+        return replace(
+            self,
+            spans=(*self.spans, *later),
+            collectives=(*self.collectives, *sent),
+            encode_seconds=self.encode_seconds + other.encode_seconds,
+            decode_seconds=self.decode_seconds + other.decode_seconds,
+        )
 
     def __str__(self) -> str:
         rows = [("collective", "slot", "payload", "on the link", "time", "done at")]

@@ -116,7 +116,17 @@ def choose_owned(
     links = parsed(links)
     if unknown := sorted({*(codec_seconds or ())} - {*hop_seconds()}):
         raise ValueError(f"choose_owned: codec_seconds has {unknown[0]!r}, which is no hop of {sorted(hop_seconds())}")
-    plans = owned_plans(model, optimizer, pairs(within), world_size)
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    among = pairs(within)
+    if not any(map(is_muon, optimizers)):
+        names = ", ".join(type(each).__name__ for each in optimizers)
+        raise ValueError(
+            f"choose_owned: losses were measured with Muon, and the optimizer is {names}; add torch.optim.Muon for the "
+            "matrices, or name the hops: own's defaults, 'two_shot' and 'allgather', lose nothing"
+        )
+    if any(p.dtype not in DTYPES for p in model.parameters() if p.requires_grad):
+        among = among[:1]
+    plans = owned_plans("choose_owned", model, optimizers, among, world_size)
     choice = owned_choice(plans, links, codec_seconds, backward_seconds)
     return Hops(parse(choice.best.pipeline), parse(choice.best.weights), choice.costs)
 
@@ -125,26 +135,20 @@ Plans = dict[Pair, tuple[Plan, tuple[Plan, ...]]]
 
 
 def owned_plans(
+    who: str,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer],
     among: Sequence[Pair],
     world_size: int | None = None,
+    *,
+    device: str = "meta",
 ) -> Plans:
-    """Return the plans of both hops of each pair; of the first alone where no loss was measured with a leaf's dtype."""
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    named = parameters_of("choose_owned", model, optimizers)
-    if not any(map(is_muon, optimizers)):
-        names = ", ".join(type(each).__name__ for each in optimizers)
-        raise ValueError(
-            f"choose_owned: losses were measured with Muon, and the optimizer is {names}; add torch.optim.Muon for the "
-            "matrices, or name the hops: own's defaults, 'two_shot' and 'allgather', lose nothing"
-        )
+    """Return the plans of both hops of each pair, for leaves on `device`."""
+    named = parameters_of(who, model, optimizers)
     n = size_of(None) if world_size is None else world_size
     owners = [owners_of(each, of, n) for each, of in zip(named, optimizers, strict=True)]
-    like = [{name: torch.empty_like(p, device="meta") for name, p in each.items()} for each in named]
+    like = [{name: torch.empty_like(p, device=device) for name, p in each.items()} for each in named]
     of_all = {name: each[name] for name, _ in model.named_parameters() for each in like if name in each}
-    if any(leaf.dtype not in DTYPES for leaf in of_all.values()):
-        among = among[:1]
 
     @cache
     def first(text: str) -> Plan:

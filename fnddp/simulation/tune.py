@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,9 +21,11 @@ from fnddp.core.tree import Leaves
 from fnddp.cost.estimate import Compute, Links, MeanStepCost
 from fnddp.plan.period import period
 from fnddp.run.choose import MARGIN, candidates, choice
+from fnddp.run.choose_owned import Hops, Pair, choose_owned, owned_plans, pairs
+from fnddp.run.hops import first_hop, is_muon, second_hop
 from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.schedules.choose import warmup
-from fnddp.simulation.training import simulate_training
+from fnddp.simulation.training import several, simulate_training
 from fnddp.transforms.memory import shared_momentum, without_momentum
 
 Batch: TypeAlias = tuple[Tensor, ...]
@@ -44,6 +46,35 @@ SMALL = 1 << 20
 """Elements of a model below which more threads than one do not make a training faster, and where other processes take
 their cores, make it many times as slow."""
 
+
+@dataclass(frozen=True)
+class Kind:
+    """What `tune` compares: means, or both hops of owners.
+
+    Attributes:
+        plain: What loses nothing, which others have to match.
+        called: The same in words.
+        halves: Those that send 16 bits.
+        chooser: What chooses one without a training.
+        use: How to use one, with `{}` in the place of its texts.
+    """
+
+    plain: str
+    called: str
+    halves: tuple[str, ...]
+    chooser: str
+    use: str
+
+
+MEANS = Kind(MEAN, "the plain mean", SIXTEEN_BITS, 'sync="auto"', "sync={}")
+OWNERS = Kind(
+    "two_shot, allgather",
+    "exact hops",
+    ("bf16(two_shot), allgather", "bf16(two_shot), ef21(bf16(allgather))"),
+    "fnddp.choose_owned",
+    "fnddp.own(model, optimizer, {})",
+)
+
 CANDIDATES = (
     "bucketize(quantize(two_shot))",
     "bucketize(quantize(two_shot, bits=4))",
@@ -54,6 +85,54 @@ CANDIDATES = (
     "error_feedback(powersgd(bf16(allreduce), rank=8))",
 )
 
+CANDIDATES_OF_HOPS = (
+    "error_feedback(quantize(two_shot)), ef21(quantize(allgather))",
+    "error_feedback(quantize(two_shot, bits=4)), ef21(quantize(allgather, bits=4))",
+    "error_feedback(lloyd_max(two_shot, bits=3)), ef21(lloyd_max(allgather, bits=3))",
+    "error_feedback(lloyd_max(two_shot, bits=2)), ef21(lloyd_max(allgather, bits=2))",
+    "error_feedback(quantize(two_shot, bits=4)), ef21(lloyd_max(allgather, bits=2))",
+)
+
+Way: TypeAlias = Sync | Hops
+"""What a training is done with: a pipeline of means, or both hops of owners."""
+
+
+def way_of(text: str, *, own: bool) -> Way:
+    """Return the pipeline, or with `own` both hops: "GRADIENTS, WEIGHTS", as `fnddp.own` takes them.
+
+    Raises:
+        ValueError: It does not parse, or there are not two hops.
+        TypeError: `own` does not take it.
+
+    >>> print(*way_of("quantize(two_shot, bits=4), allgather", own=True))
+    quantize(two_shot, bits=4) allgather
+    """
+    if not own:
+        return parse(text)
+    depths = list(accumulate((character in "([{") - (character in ")]}") for character in text))
+    commas = [i for i, character in enumerate(text) if character == "," and not depths[i]]
+    if len(commas) != 1:
+        raise ValueError(
+            f"{text!r} must be two pipelines, as fnddp.own takes them: 'GRADIENTS, WEIGHTS', such as {OWNERS.plain!r}"
+        )
+    first, second = text[: commas[0]], text[commas[0] + 1 :]
+    return Hops(first_hop("tune", first.strip()), second_hop("tune", second.strip()))
+
+
+def text_of(way: Way) -> str:
+    """Return the text of which `way_of` makes the same."""
+    return ", ".join(map(repr, syncs_of(way)))
+
+
+def syncs_of(way: Way) -> tuple[Sync, ...]:
+    """Return the pipeline, or that of each hop."""
+    return (way,) if isinstance(way, Sync) else tuple(way)
+
+
+def safe_hops() -> set[str]:
+    """Return the hops that may win where a model is nobody's: those that lose nothing in the study, and 16 bits."""
+    return {*(f"{each.gradients}, {each.weights}" for each in pairs()), *OWNERS.halves}
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -63,7 +142,8 @@ class Problem:
         build: Makes a new module. Its initial values are a function of torch's global seed.
         loss: `loss(forward, batch)`: a rank's mean loss, a scalar. It calls `forward` as it would the module.
         batch: `batch(rank, ranks, generator)`: the next batch of one of `ranks` ranks.
-        optimizer: Makes one for a list of tensors, with `lr` to choose another learning rate.
+        optimizer: Makes one for a list of tensors, in the order of the module's parameters, with `lr` to choose another
+            learning rate; or several, each for a part of the list: Muon for matrices and AdamW for the rest.
         quality: Takes the trained module, or a function in its place, in eval mode, and returns the final loss; None
             for the mean of the training losses in the last tenth of the steps.
         accuracy: Takes the same, and returns the share of held-out data that is classified correctly; None without.
@@ -72,7 +152,7 @@ class Problem:
     build: Callable[[], nn.Module]
     loss: Loss
     batch: Callable[[int, int, torch.Generator], Batch]
-    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
+    optimizer: Callable[..., torch.optim.Optimizer | Sequence[torch.optim.Optimizer]] = ADAMW
     quality: Callable[[Forward], float] | None = None
     accuracy: Callable[[Forward], float] | None = None
 
@@ -109,9 +189,9 @@ def standing_for(module: nn.Module, params: Any) -> Forward:
 
 
 def final_loss(
-    problem: Problem, sync: Sync, n: int, seed: int, steps: int, tell: Callable[[int], None] = lambda step: None
+    problem: Problem, way: Way, n: int, seed: int, steps: int, tell: Callable[[int], None] = lambda step: None
 ) -> float:
-    """Return the final loss of a training with `sync` on `n` virtual ranks; `tell` is called before each step."""
+    """Return the final loss of a training with `way` on `n` virtual ranks; `tell` is called before each step."""
     model = problem.make(seed)
 
     def batches() -> Iterator[Batch]:
@@ -119,6 +199,7 @@ def final_loss(
             tell(step)
             yield batch
 
+    sync, *weights = syncs_of(way)
     # Fused attention has no rule for vmap, which would run it rank by rank, and warn.
     with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
         torch.manual_seed(seed)
@@ -127,8 +208,9 @@ def final_loss(
             trained(model),
             batches(),
             sync,
+            weights=weights[0] if weights else None,
             world_size=n,
-            optimizer=partial(_optimizer, problem, sync),
+            optimizer=partial(_optimizers, problem, sync),
         )
     if problem.quality is None:
         return done.losses[-max(1, steps // 10) :].mean().item()
@@ -136,16 +218,16 @@ def final_loss(
         return problem.quality(standing_for(model.eval(), done.params))
 
 
-def _optimizer(problem: Problem, sync: Sync, params: list[Tensor]) -> torch.optim.Optimizer:
-    """Return the optimizer of `problem`: without a momentum of its own, behind a pipeline that gives one."""
-    optimizer = problem.optimizer(params)
+def _optimizers(problem: Problem, sync: Sync, params: list[Tensor]) -> list[torch.optim.Optimizer]:
+    """Return those of `problem`: without a momentum of their own, behind a pipeline that gives one."""
+    made = several(problem.optimizer(params))
     for each in all_in(sync):
         if isinstance(each, shared_momentum):
             try:
-                return without_momentum(optimizer, each.beta)
+                return [without_momentum(optimizer, each.beta) for optimizer in made]
             except TypeError as error:
                 raise ValueError(f"tune: {sync!r} gives a momentum; {error}") from error
-    return optimizer
+    return made
 
 
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -256,6 +338,7 @@ class Tuned:
         within: Largest excess of a loss over the plain mean's that is good enough, in units of the loss.
         chosen: What `sync="auto"` takes on the link; it knows neither these losses nor how long backward takes.
         among: The pipelines that may win; None for all.
+        kind: What they are.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -263,6 +346,7 @@ class Tuned:
     within: float
     chosen: str = MEAN
     among: Collection[str] | None = None
+    kind: Kind = MEANS
 
     def of(self, pipeline: str) -> Outcome:
         """Return the outcome of `pipeline`."""
@@ -270,8 +354,8 @@ class Tuned:
 
     @property
     def mean(self) -> Outcome:
-        """The plain mean's outcome."""
-        return self.of(MEAN)
+        """The outcome of the plain mean, or of exact hops."""
+        return self.of(self.kind.plain)
 
     def gap(self, of: Outcome) -> Gap:
         """Return what the losses of `of` are above the plain mean's."""
@@ -312,7 +396,7 @@ class Tuned:
     def _best(self) -> Outcome | None:
         good = [*filter(self._may_win, self.good)]
         near = [each for each in good if (1 - MARGIN) * each.seconds <= good[0].seconds]
-        order = (self.chosen, MEAN, *SIXTEEN_BITS)
+        order = (self.chosen, self.kind.plain, *self.kind.halves)
         ranked = [(order.index(each.pipeline) if each.pipeline in order else len(order), each) for each in near]
         return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
 
@@ -326,22 +410,27 @@ class Tuned:
     @property
     def verdict(self) -> str:
         """The winner in words, and by how much it is faster; or why there is none, and what to raise."""
-        best = self.winner
+        best, kind = self.winner, self.kind
         if best is None:
             return f"Undecided: {self.doubt}"
         if best is self.mean:
-            return f"Nothing beats the plain mean: {MEAN}"
-        said = f"{best.pipeline}: {self.mean.seconds / best.seconds:.2f}x as fast as the plain mean"
-        if best.pipeline in SIXTEEN_BITS:
+            return f"Nothing beats {kind.called}: {kind.plain}"
+        said = f"{best.pipeline}: {self.mean.seconds / best.seconds:.2f}x as fast as {kind.called}"
+        if best.pipeline in kind.halves:
             return f"Nothing beats a 16-bit wire: {said}"
-        half = next((each for each in self.good if each.pipeline in SIXTEEN_BITS), None)
+        half = next((each for each in self.good if each.pipeline in kind.halves), None)
         return f"{said}, {half.seconds / best.seconds:.2f}x as {half.pipeline}" if half else said
+
+    def usage(self, of: Outcome) -> str:
+        """Return the code that uses a pipeline, or both hops."""
+        way = way_of(of.pipeline, own=self.kind is OWNERS)
+        return self.kind.use.format(", ".join(f'"{sync!r}"' for sync in syncs_of(way)))
 
     @property
     def doubt(self) -> str | None:
         """The reason why the losses do not decide, and what to raise; None if they do."""
         if not math.isfinite(self.mean.loss):
-            return "the plain mean itself diverged; lower --rate"
+            return f"training with {self.kind.called} diverged; lower --rate"
         if not self._doubtful:
             return None
         seeds, gaps = len(self.mean.losses), [self.gap(each) for each in self._doubtful]
@@ -352,17 +441,17 @@ class Tuned:
         more = f"raise --seeds to {max(known)}" if enough else "double --steps, or give another --within"
         return (
             f"{seeds} seed{'s' * (seeds > 1)} cannot tell whether {names} end{'s' * (len(gaps) == 1)} within "
-            f"{self.within:.3g} of the plain mean's loss; {more}"
+            f"{self.within:.3g} of the loss of {self.kind.called}; {more}"
         )
 
     @property
     def notes(self) -> list[str]:
         """How the verdict and the choice of `sync="auto"` agree, and what is faster here and may not win."""
-        takes, best = f'sync="auto" takes {self.chosen} on this link', self.winner
+        takes, best = f"{self.kind.chooser} takes {self.chosen} on this link", self.winner
         if best is None or best.pipeline == self.chosen:
             notes = [f"{takes}{', too' if best else ''}"]
         elif self.of(self.chosen) not in self.good:
-            notes = [f"{takes}, which ends {self.gap(self.of(self.chosen)).mean:.3g} above the plain mean here"]
+            notes = [f"{takes}, which ends {self.gap(self.of(self.chosen)).mean:.3g} above {self.kind.called} here"]
         elif best.pipeline in candidates("none"):
             notes = [f"{takes}: it does not know how long backward takes"]
         else:
@@ -376,8 +465,9 @@ class Tuned:
 
 def tune(
     problem: Problem,
-    pipelines: Sequence[str] = CANDIDATES,
+    pipelines: Sequence[str] | None = None,
     *,
+    own: bool = False,
     link: Links,
     ranks: int,
     steps: int = 200,
@@ -391,16 +481,18 @@ def tune(
 ) -> Tuned:
     """Train with each pipeline on `ranks` virtual ranks, cost a step of each on `link`, and compare.
 
-    The plain mean, 16-bit wires and what `sync="auto"` takes are always among them. Losses are simulated
-    (`fnddp.simulate_training`); times are predicted (`Plan.predict`), from forward, backward and each segment as
-    measured here, on one rank's batch. The wrong judge at a learning rate that is not the plain mean's best, since all
+    The plain mean, 16-bit wires and what `sync="auto"` takes are always among them; with `own` exact hops, hops of 16
+    bits and what `fnddp.choose_owned` takes. Losses are simulated (`fnddp.simulate_training`); times are predicted
+    (`Plan.predict`), from forward, backward and each segment as measured here, on one rank's batch. The optimizer's
+    own time is not in them. The wrong judge at a learning rate that is not the plain mean's best, since all
     train at that one; for a cluster with other processors than this machine, or with ranks that share one; if losses
     differ only after more steps than `steps`; and for warm-ups, which training includes and the predicted time does
     not.
 
     Args:
         problem: The model, batches and loss.
-        pipelines: Pipelines, as text.
+        pipelines: Pipelines, as text; None for the usual ones.
+        own: True to compare both hops of `fnddp.own`: each text is then "GRADIENTS, WEIGHTS".
         link: The connection of the ranks.
         ranks: Number of virtual ranks.
         steps: Number of training steps.
@@ -415,6 +507,7 @@ def tune(
         found: Callback after each seed, with what is known by then, and the number of seeds.
 
     Raises:
+        TypeError: `fnddp.own` does not take a hop.
         ValueError: A pipeline does not parse, does not fit, names a group, or takes no mean; there is no step or no
             seed; `within` is negative; a warm-up is as long as the training.
         LoweringError: A pipeline has no plan.
@@ -424,37 +517,45 @@ def tune(
     if not seeds:
         raise ValueError("tune: seeds must name at least one seed, such as (0, 1, 2), got none")
     excess, is_relative = most_of(within)
+    kind = OWNERS if own else MEANS
+    if pipelines is None:
+        pipelines = CANDIDATES_OF_HOPS if own else CANDIDATES
     model = problem.make(0)
     leaves, batch = trained(model), next(problem.batches(ranks, 0, 1))
-    chosen = choice(leaves, link, world_size=ranks).taken
-    syncs = {repr(sync): sync for sync in map(parse, (MEAN, *SIXTEEN_BITS, chosen, *pipelines))}
-    for sync in syncs.values():
+    made = several(problem.optimizer([p for p in model.parameters() if p.requires_grad]))
+    chosen = _chosen_hops(model, made, link, ranks) if own else choice(leaves, link, world_size=ranks).taken
+    texts = (kind.plain, *kind.halves, chosen, *pipelines)
+    ways = {text_of(way): way for way in (way_of(text, own=own) for text in texts)}
+    for sync in (sync for way in ways.values() for sync in syncs_of(way)):
         _require_mean(sync)
         _require_warm(sync, steps)
-    for sync in syncs.values():
-        _optimizer(problem, sync, [*leaves.values()])  # which may not fit it
+    for way in ways.values():
+        _optimizers(problem, syncs_of(way)[0], [*leaves.values()])  # which may not fit it
     with on_threads(threads):
-        tell("timing forward and backward", 0, len(syncs))
+        tell("timing forward and backward", 0, len(ways))
         compute = measure_backward(problem.loss_of(model), leaves, *(part[0] for part in batch))
         costs: list[Outcome] = []
-        for i, (text, sync) in enumerate(syncs.items()):
-            tell(f"timing {text}", i, len(syncs))
-            costs.append(cost(sync, leaves, link, ranks, compute, bucket_cap_mb))
-    losses: dict[str, list[float]] = {text: [] for text in syncs}
+        for i, (text, way) in enumerate(ways.items()):
+            tell(f"timing {text}", i, len(ways))
+            if isinstance(way, Sync):
+                costs.append(cost(way, leaves, link, ranks, compute, bucket_cap_mb))
+            else:
+                costs.append(cost_of_hops(way, model, made, link, ranks, compute))
+    losses: dict[str, list[float]] = {text: [] for text in ways}
 
     def tuned() -> Tuned:
         outcomes = [replace(each, losses=tuple(losses[each.pipeline])) for each in costs]
-        allowed = excess * (abs(statistics.fmean(losses[MEAN])) if is_relative else 1.0)
-        return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, allowed, chosen, among)
+        allowed = excess * (abs(statistics.fmean(losses[kind.plain])) if is_relative else 1.0)
+        return Tuned(tuple(sorted(outcomes, key=lambda each: each.seconds)), compute, allowed, chosen, among, kind)
 
-    for i, (seed, (text, sync)) in enumerate(product(seeds, syncs.items())):
+    for i, (seed, (text, way)) in enumerate(product(seeds, ways.items())):
 
         def tell_step(step: int, run: int = i, does: str = f"training {text}, seed {seed}") -> None:
-            tell(does, run * steps + step, len(seeds) * len(syncs) * steps)
+            tell(does, run * steps + step, len(seeds) * len(ways) * steps)
 
         with on_threads(1 if sum(map(Tensor.numel, leaves.values())) < SMALL else torch.get_num_threads()):
-            losses[text].append(final_loss(problem, sync, ranks, seed, steps, tell_step))
-        trained_seeds, left = divmod(i + 1, len(syncs))
+            losses[text].append(final_loss(problem, way, ranks, seed, steps, tell_step))
+        trained_seeds, left = divmod(i + 1, len(ways))
         if not left:
             found(tuned(), trained_seeds)
     return tuned()
@@ -486,6 +587,30 @@ def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, buck
     predicted = [(each.plan.predict(link, replace(compute, segments=own)), each.steps) for each, own in timed]
     step = MeanStepCost(tuple(predicted))
     return Outcome(repr(sync), round(step.wire_bytes), round(step.link_bytes), step, ())
+
+
+def cost_of_hops(
+    hops: Hops,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    link: Links,
+    n: int,
+    compute: Compute,
+) -> Outcome:
+    """Return the cost of a step of both hops; measure their segments here. Nothing hides that of weights."""
+    pair = Pair(*map(repr, hops), most=math.inf)
+    first, back = owned_plans("tune", model, optimizers, [pair], n, device="cpu")[pair]
+    step = first.predict(link, replace(compute, segments=measure_segments(first)))
+    for plan in back:
+        step = step.followed_by(plan.predict(link, Compute(segments=measure_segments(plan))))
+    return Outcome(text_of(hops), step.wire_bytes, step.link_bytes, MeanStepCost(((step, 1),)), ())
+
+
+def _chosen_hops(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], link: Links, ranks: int) -> str:
+    """Return what `choose_owned` takes; exact hops without Muon, with which its losses were measured."""
+    if not any(map(is_muon, optimizers)):
+        return OWNERS.plain
+    return text_of(choose_owned(model, optimizers, link, world_size=ranks))
 
 
 def _require_mean(sync: Sync) -> None:
