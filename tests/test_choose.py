@@ -225,12 +225,16 @@ def test_a_resumed_run_keeps_the_choice_on_another_link(rank: int, kind: str, tm
         with logged() as lines:
             load(tmp_path / "dcp", resumed, sync=other)
         assert pipeline_of(other) == FAR
-        said = [f'sync="auto" continues with {FAR}, of the checkpoint, in place of allreduce']
+        said = [f'sync="auto" continues with {FAR}, which was set or loaded, in place of allreduce']
         assert lines == (said if rank == 0 else [])
         _step(resumed, rank)
         expected = [p.grad for p in model.parameters()]
         assert all(map(torch.equal, [p.grad for p in resumed.parameters()], expected))
         if kind == "module":
+            measured, _ = chosen_on(FAST, kind, patch)
+            with logged() as lines:
+                measured.sync = FAR
+            assert lines == (said if rank == 0 else [])
             measured, _ = chosen_on(FAST, kind, patch)
             named = fnddp.DistributedDataParallel(_net(), sync=fnddp.allreduce)
             for each in (measured, named):

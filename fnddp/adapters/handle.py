@@ -47,10 +47,10 @@ def warn_without_memory(sync: Sync) -> None:
 
 
 def log_adopted(taken: Sync, saved: Sync) -> None:
-    """Log on the first rank that a checkpoint's pipeline replaces the one that "auto" has taken, if it is another."""
+    """Log on the first rank that another pipeline replaces the one that "auto" has taken."""
     taken, saved = taken.over(None), saved.over(None)
     if live_rank(None) == 0 and saved != taken:
-        _log.warning(f'sync="auto" continues with {saved}, of the checkpoint, in place of {taken}')
+        _log.warning(f'sync="auto" continues with {saved}, which was set or loaded, in place of {taken}')
 
 
 class HasPipeline:

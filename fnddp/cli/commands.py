@@ -110,10 +110,11 @@ def plan(
 
     Lowers each pipeline for a model and any number of ranks, and compares bytes, collectives, memory and the time of
     communication, computed for each link (latency and bandwidth of a ring). Nothing is run, and no cluster is needed.
-    The pipeline "auto" is what sync="auto" takes there.
+    The pipeline "auto" is what sync="auto" takes there, beside the plain mean.
     """
     from fnddp.cli import checks, models, plan_report, terminal
     from fnddp.cost.estimate import Compute
+    from fnddp.reducers.all_reduce import allreduce
     from fnddp.run.choose import AUTO, choice
     from fnddp.wire.groups import World, within
 
@@ -145,7 +146,9 @@ def plan(
         if not isinstance(sizes, int):
             raise WrongArgument(f"auto is for the ranks of one group, got --ranks {ranks}; name a pipeline")
         taken = {name: choice(parameters, on, world_size=sizes).taken for name, on in by_text.items()}
-        texts = list(dict.fromkeys(each for text in texts for each in (taken.values() if text == AUTO else [text])))
+        beside = [] if files else [repr(allreduce)]  # what it is compared with
+        each = [each for text in texts for each in (taken.values() if text == AUTO else [text])]
+        texts = list(dict.fromkeys([*each, *beside]))
     with terminal.progress(f"running {model} without values"):
         arrival = models.arrival(model)
     setting = plan_report.Setting(model, parameters, sizes, by_text, step, backward, bucket_cap_mb, arrival)

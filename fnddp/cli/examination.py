@@ -217,7 +217,8 @@ def verdict(findings: Findings) -> str:
     if best.seconds <= (1 - MARGIN) * plain.seconds:
         said = f"Compression can pay here: {said}"
     else:
-        said = f"No compression can pay here: {said}" if auto is plain else f"Compression pays little here: {said}"
+        little = "No compression saves a tenth of a step here" if auto is plain else "Compression pays little here"
+        said = f"{little}: {said}"
     if best.seconds > (1 - MARGIN) * auto.seconds:
         return said
     faster = f"{best.pipeline}, {auto.seconds / best.seconds:.2f}x as fast as that"

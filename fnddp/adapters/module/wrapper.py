@@ -203,7 +203,10 @@ class DistributedDataParallel(TorchNames):
         if self._engine.is_open and torch_private.is_within_backward():
             raise RuntimeError(f"{OWNER}: the pipeline cannot change while a backward is running")
         self._steps.settle()
+        before = self.sync
         self._use(*self._agreed(sync, verify=True))
+        if self._is_measured and sync != AUTO:
+            log_adopted(before, self.sync)
         self._is_measured = sync == AUTO
 
     def _adopt(self, sync: Sync) -> None:
