@@ -145,7 +145,8 @@ def test_all_ranks_take_and_log_one(slow: None, caplog: pytest.LogCaptureFixture
     (line,) = [each.getMessage() for each in caplog.records if each.name == "fnddp"]
     assert f'sync="auto" takes {FAR}, measured in ' in line
     assert ": 2 ranks, 800 bit/s, 0 s a message; " in line
-    assert "those of the plain mean 85.8 s + " in line
+    assert "allreduce 85.8 s + " in line
+    assert f"of a step: {FAR} " in line
     assert line.endswith(f'To pin it: sync="{FAR}"')
 
 

@@ -319,7 +319,7 @@ def measured(leaves: Leaves, group: str | None, link: Link | None = None) -> tup
 
 def _line(made: Choice, found: str, seconds: float) -> str:
     taken = made.taken
-    worth = {each.pipeline: f"{duration(each.wire_seconds)} + {duration(each.codec_seconds)}" for each in made.costs}
-    over = f"; collectives and codec take at most {worth[taken]} a step" if worth else ""
-    over += f", those of the plain mean {worth[repr(allreduce)]}" if taken != repr(allreduce) and worth else ""
+    order = sorted(made.costs, key=lambda each: (each.pipeline != taken, each.wire_seconds + each.codec_seconds))
+    costs = [f"{each.pipeline} {duration(each.wire_seconds)} + {duration(each.codec_seconds)}" for each in order]
+    over = f"; at most, for collectives + codec of a step: {', '.join(costs)}" if costs else ""
     return f'sync="auto" takes {taken}, measured in {duration(seconds)}: {found}{over}. To pin it: sync="{taken}"'
