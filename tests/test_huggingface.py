@@ -230,3 +230,31 @@ def test_what_would_be_ignored_raises(rank: int) -> None:
 
         class Wrong(Trainer, FnddpTrainerMixin):
             pass
+
+
+@on_ranks(2)
+def test_accelerate_steps_an_optimizer_with_owners(rank: int, tmp_path: Path) -> None:
+    """With the closure None. Its `save_state` writes the optimizer of the first rank alone, which no other loads."""
+    from accelerate import Accelerator
+
+    ends: list[list[Tensor]] = []
+    with accelerated(rank):
+        accelerator = Accelerator(cpu=True)
+        for wrap in (accelerator.prepare, lambda optimizer: optimizer):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4))
+            adamw = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            model, optimizer = fnddp.own(net, adamw), wrap(adamw)
+            for step in range(3):
+                model(torch.full((2, 8), 1.0 + rank + step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append([p.detach().clone() for p in net.parameters()])
+        assert all(map(torch.equal, *ends))
+        folder = str(tmp_path / "state")
+        accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
+        if rank:
+            with pytest.raises(ValueError, match="the rank that saved it owned"):
+                accelerator.load_state(folder)
+        accelerator.wait_for_everyone()

@@ -157,7 +157,7 @@ class OwnerDataParallel(DistributedDataParallel):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_over
-            if args or kwargs.get("closure") is not None:
+            if any(each is not None for each in (*args, kwargs.get("closure"))):  # Accelerate gives None
                 raise TypeError(
                     f"own: {type(sharded.optimizer).__name__}.step got a closure, which may evaluate the model between "
                     "updates that other ranks do not have yet; call backward(), then step()"

@@ -136,7 +136,7 @@ class Matrices:
             raise
 
     def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs.get("closure") is not None:
+        if any(each is not None for each in (*args, kwargs.get("closure"))):  # Accelerate gives None
             raise TypeError("own_matrices: step got a closure, which would see shards of before; leave it out")
         replaced = [name for name, p in self._parameters.items() if self._model.get_parameter(name) is not p]
         if replaced:
