@@ -1,18 +1,28 @@
-"""What mkdocs does with pages of this site: links into the repository, and tables that fold on a phone."""
+"""What mkdocs does with pages of this site: files that they show, links into the repository, tables that fold on a phone."""
 
 import re
 from itertools import cycle
 from typing import Any
 
 LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+(benchmarks/[^)#\s]+)(#[^)\s]*)?\)")
+SHOWN = re.compile(r"^\[[^\]]+\]\(\.\./((?:benchmarks/results|examples)/[^)\s]+|CHANGELOG\.md)\)$", re.MULTILINE)
 FOLDS = re.compile(r'(?<=<div class="folds">).*?(?=</div>)', re.DOTALL)
 
 
 def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
-    """Link to `benchmarks/`, which the site does not have, in the repository, or name the file."""
+    """Show the file to which a line links alone; link to `benchmarks/`, which the site does not have, or name the file.
+
+    Where the repository is read as it is, on GitHub, the line is a link.
+    """
+    markdown = SHOWN.sub(_shown, markdown)
     if not config.repo_url:
         return LINK.sub(r"\1 (`\2`)", re.sub(rf"\({LINK.pattern}\)", r"(\1: `\2`)", markdown))
     return LINK.sub(rf"[\1]({config.repo_url.rstrip('/')}/blob/HEAD/\2\3)", markdown)
+
+
+def _shown(link: re.Match[str]) -> str:
+    file = f'--8<-- "{link[1]}"'
+    return file if link[1].endswith(".md") else f"```{link[1].rpartition('.')[2]}\n{file}\n```"
 
 
 def on_page_content(html: str, **_: Any) -> str:
