@@ -43,7 +43,8 @@ RESULTS = Path(__file__).parent / "results"
 PICTURE = ROOT / "docs" / "assets" / "convergence.svg"  # on the page of the study
 DATA = ROOT / "fnddp" / "cost" / "losses.json"
 
-EXACT = "allreduce"  # the plain mean
+EXACT = "allreduce"
+PLAIN = "the plain mean"  # in tables
 ONE_BIT = "error_feedback(bucketize(sign(quantize(two_shot(server_memory=True)), chunk=128)))"  # on both hops
 PIPELINES = [  # in the order of interest; to add one, add its text
     EXACT,
@@ -638,12 +639,13 @@ class Table:
             if not (choices := self.choices(n, rate)):
                 continue
             (_, safe, _), *faster = choices
-            cells = [self.milliseconds(EXACT, n, rate), self.faster(safe, n, rate) if safe != EXACT else "the same"]
+            cells = [self.milliseconds(EXACT, n, rate), self.faster(safe, n, rate) if safe != EXACT else PLAIN]
             for optimizer in RATE:
                 behind = [text for _, text, optimizers in faster if optimizer in optimizers]
                 text = min(behind, key=lambda each: self.seconds(each, n, rate), default=safe)
                 nats = f"; {round(self.loss(text, optimizer, n), 2) + 0.0:+.2f} nats"  # no -0.00
-                cells.append("the same" if text == safe else f"{self.faster(text, n, rate)}{nats}")
+                same = PLAIN if safe == EXACT else "the same"
+                cells.append(same if text == safe else f"{self.faster(text, n, rate)}{nats}")
             lines.append(f"| {WORDS[rate]} | {' | '.join(cells)} |")
         texts = dict.fromkeys(re.findall("`([a-z].*?\\))`", "".join(lines[2:])))
         sent = {text: self.cost[text, n]["link_bytes"] for text in (EXACT, *texts)}
