@@ -1,4 +1,4 @@
-"""What mkdocs does with pages of this site: files that they show, links into the repository, tables that fold on a phone."""
+"""What mkdocs does with pages of this site: files that they show, links into the repository, folded tables."""
 
 import re
 from itertools import cycle
