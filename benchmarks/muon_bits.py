@@ -35,6 +35,7 @@ from convergence import (
     lines_of,
     milliseconds,
     named_parameters,
+    scheduled,
     where,
 )
 from matplotlib.figure import Figure
@@ -114,22 +115,13 @@ def optimizers(params: dict[str, Tensor], arm: Arm, rate: float, steps: int) -> 
     matrices = [leaf for path, leaf in params.items() if is_matrix(path, leaf)]
     rest = [leaf for path, leaf in params.items() if not is_matrix(path, leaf)]
     if arm.optimizer == ADAMW:
-        made: list[torch.optim.Optimizer] = [torch.optim.AdamW(list(params.values()), lr=rate, weight_decay=0.01)]
+        makes: list[tuple[Any, list[Tensor]]] = [
+            (partial(torch.optim.AdamW, weight_decay=0.01, lr=rate), list(params.values()))
+        ]
     else:
-        muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-        made = [muon, torch.optim.AdamW(rest, lr=OF_ADAMW, weight_decay=0.01)]
-    for each in made:
-        warm_up_and_fall(each, steps)
-    return made
-
-
-def warm_up_and_fall(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Let the rate rise for a twentieth of the steps, and fall to zero."""
-    rising = max(1, round(0.05 * steps))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda t: min((t + 1) / rising, (steps - t) / (steps - rising))
-    )
-    optimizer.register_step_post_hook(lambda *_: schedule.step())
+        muon = partial(torch.optim.Muon, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        makes = [(muon, matrices), (partial(torch.optim.AdamW, weight_decay=0.01, lr=OF_ADAMW), rest)]
+    return [scheduled(make, steps, lambda *_: None, leaves) for make, leaves in makes]
 
 
 def trained(task: Task, arm: Arm, rate: float, seed: int) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from torch import nn
 import fnddp
 from fnddp import Link, WireCounter, choose_owned
 from fnddp.run import choose_owned as choosing
-from fnddp.simulation.training import several
+from fnddp.run.hops import several
 from tests.ranks import on_ranks
 from tests.test_owners import Net, batch, loss_of, net, optimizers
 

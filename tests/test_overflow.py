@@ -136,8 +136,10 @@ def train_with_nan(model: nn.Module, handle: Any, rank: int) -> None:
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_small_parts_are_chosen_to_the_bit(found: bool) -> None:
+def test_small_parts_are_chosen_to_the_bit(found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an accelerator does, for which a list of tensors is one operation."""
+    where, called = torch.where, list[int]()
+    monkeypatch.setattr(torch, "where", lambda *given: called.append(1) or where(*given))
     odd = [math.nan, math.inf, -math.inf, -0.0, 0.0, 1.5, -3e38, 1e-45]
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2)
     before = [torch.tensor(odd, dtype=torch.float64).to(dtype) for dtype in dtypes]
@@ -148,4 +150,5 @@ def test_small_parts_are_chosen_to_the_bit(found: bool) -> None:
     chosen = unless(torch.tensor(found), before, after)
     assert [each for part in chosen[:-1] for each in (part.shape, part.dtype, bits(part))] == same
     assert chosen[-1] == 8
+    assert len(called) == 3  # integers, complex numbers, and what has other strides than before
     assert all(storage_use_count(part) == 1 for part in chosen[:-1])

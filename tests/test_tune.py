@@ -16,9 +16,9 @@ from fnddp.cli import main, models, picture, tune_report
 from fnddp.cli.models import to_tune as asked
 from fnddp.cost.estimate import MeanStepCost, Span, StepCost
 from fnddp.run import choose as choosing
+from fnddp.run.hops import several
 from fnddp.simulation import tune as simulated
 from fnddp.simulation.ranks import run_threads
-from fnddp.simulation.training import several
 from fnddp.simulation.tune import (
     CANDIDATES,
     MEAN,

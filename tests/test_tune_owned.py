@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from torch.func import functional_call
 import fnddp
 from fnddp import Link, choose_owned
 from fnddp.cli import main
+from fnddp.cost.estimate import Compute
 from fnddp.laws import bits
 from fnddp.run.choose_owned import Pair, owned_plans
-from fnddp.simulation.tune import OWNERS, Problem, final_loss, text_of, tune, way_of
+from fnddp.simulation.tune import OWNERS, Problem, Tuned, final_loss, text_of, tune, way_of
 from tests.ranks import on_ranks
+from tests.test_tune import outcome
 
 HOPS = [
     ("two_shot", "allgather"),
@@ -104,6 +107,29 @@ def test_tune_compares_both_hops() -> None:
     assert few.losses != exact.losses
 
 
+def test_notes_of_hops_are_those_of_the_study_of_hops() -> None:
+    eight = text_of(way_of("error_feedback(quantize(two_shot)), ef21(quantize(allgather))", own=True))
+    costs = {eight: 0.5, "two_shot, allgather": 1.0}
+    outcomes = [replace(outcome(text, seconds), losses=(1.0,) * 3) for text, seconds in costs.items()]
+    found = Tuned(tuple(outcomes), Compute(), 0.01, "two_shot, allgather", None, OWNERS)
+    assert found.winner is outcomes[0]
+    said = "fnddp.choose_owned takes two_shot, allgather on this link: it does not know how long backward takes"
+    assert found.notes == [said]
+
+
+def test_hops_with_a_warm_up_and_optimizers_that_own_refuses_are_errors() -> None:
+    options: Any = {"own": True, "link": Link.parse("1mbit"), "ranks": 2, "steps": 2}
+    with pytest.raises(ValueError, match="leave warmup out"):
+        tune(line_problem(), ["warmup(quantize(two_shot), steps=1, before=two_shot), allgather"], **options)
+    with pytest.raises(TypeError, match="LBFGS"):
+        tune(replace(line_problem(), optimizer=torch.optim.LBFGS), [], **options)
+    twice = replace(line_problem(), optimizer=lambda leaves: [*muon_and_adamw(leaves), torch.optim.SGD(leaves[:1])])
+    with pytest.raises(ValueError, match="in two optimizers"):
+        tune(twice, [], **options)
+    with pytest.raises(ValueError, match="leaf '0.weight' is in 2 of the 3 optimizers"):
+        final_loss(twice, fnddp.allreduce, 2, 0, 1)
+
+
 def test_exact_hops_train_as_the_mean_does() -> None:
     losses = [
         final_loss(line_problem(), way_of(text, own=own), 2, 1, 6)
@@ -115,8 +141,8 @@ def test_exact_hops_train_as_the_mean_does() -> None:
 def test_without_muon_exact_hops_stay() -> None:
     problem = replace(line_problem(), optimizer=partial(torch.optim.SGD, lr=0.1))
     found = tune(problem, [], own=True, link=Link.parse("20kbit"), ranks=2, steps=2, seeds=(0,))
-    assert found.chosen == "two_shot, allgather"
-    assert found.notes[0].startswith("fnddp.choose_owned takes two_shot, allgather on this link")
+    assert found.chosen is None  # losses were measured with Muon
+    assert found.notes == []
     assert found.usage(found.mean) == 'fnddp.own(model, optimizer, "two_shot", "allgather")'
 
 
@@ -158,5 +184,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert results["winner"] == ", ".join(HOPS[1])
     assert f'To use it: fnddp.own(model, optimizer, "{HOPS[1][0]}", "{HOPS[1][1]}")' in said
     assert "as fast as exact hops" in said
-    assert main.main([*arguments[:-1], str(tmp_path), "two_shot"]) == 2
+    assert results["own"]
+    assert results["auto"] is None
+    assert main.main([*arguments, "two_shot"]) == 2
     assert "must be two pipelines" in capsys.readouterr().err

@@ -29,7 +29,7 @@ from fnddp.core.tree import Leaves
 from fnddp.plan.plan import Plan
 from fnddp.reducers.halves import Owners, with_halves
 from fnddp.run.engine import fail_next
-from fnddp.run.hops import default_cap_mb, first_hop, owners_of, parameters_of, second_hop, to_their_owners
+from fnddp.run.hops import default_cap_mb, first_hop, owners_of, parameters_of, second_hop, several, to_their_owners
 from fnddp.run.step import Synchronized
 from fnddp.run.vote import StepFailedError
 from fnddp.show.text import count
@@ -157,7 +157,7 @@ class OwnerDataParallel(DistributedDataParallel):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_over
-            if any(each is not None for each in (*args, kwargs.get("closure"))):  # Accelerate gives None
+            if torch_private.has_closure(args, kwargs):
                 raise TypeError(
                     f"own: {type(sharded.optimizer).__name__}.step got a closure, which may evaluate the model between "
                     "updates that other ranks do not have yet; call backward(), then step()"
@@ -589,7 +589,7 @@ def own(
     >>> dist.destroy_process_group()
     """
     group = group_name(process_group)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = several(optimizer)
     made: list[tuple[list[dict[str, nn.Parameter]], list[Owners], Sync, Sync]] = []
 
     def set_up() -> dict[str, str]:

@@ -147,8 +147,8 @@ def plan(
             raise WrongArgument(f"auto is for the ranks of one group, got --ranks {ranks}; name a pipeline")
         taken = {name: choice(parameters, on, world_size=sizes).taken for name, on in by_text.items()}
         beside = [] if files else [repr(allreduce)]  # what it is compared with
-        each = [each for text in texts for each in (taken.values() if text == AUTO else [text])]
-        texts = list(dict.fromkeys([*each, *beside]))
+        named = [each for text in texts for each in (taken.values() if text == AUTO else [text])]
+        texts = list(dict.fromkeys([*named, *beside]))
     with terminal.progress(f"running {model} without values"):
         arrival = models.arrival(model)
     setting = plan_report.Setting(model, parameters, sizes, by_text, step, backward, bucket_cap_mb, arrival)
@@ -305,7 +305,7 @@ def tune(
     named = [*(pipelines or ()), *(more or ())]
     texts = named or (simulated.CANDIDATES_OF_HOPS if own else simulated.CANDIDATES)
     is_nobodys = model in options.MODELS and not named  # losses of those models are those of no user
-    among = (simulated.safe_hops() if own else candidates("none")) if is_nobodys else None
+    safe = {simulated.OWNERS.plain, *simulated.OWNERS.halves} if own else candidates("none")
     if own:
         with wrong_if(TypeError, ValueError):
             checked = [simulated.text_of(simulated.way_of(text, own=True)) for text in texts]
@@ -313,6 +313,7 @@ def tune(
         checked = [*map(repr, checks.check_pipelines(texts, parameters))]
     on = ("digits" if model == "digits" else "its own batches") if data in (None, "own") else data
     setting = {"model": model, "data": on, "link": link, "ranks": ranks, "steps": steps, "seeds": seeds, "batch": batch}
+    setting["own"] = own
 
     def keep(tuned: simulated.Tuned, trained: int) -> None:
         picture.write_results(out, tune_report.as_json(tuned, {**setting, "seeds": trained}))
@@ -329,7 +330,7 @@ def tune(
                 steps=steps,
                 seeds=range(seeds),
                 within=within,
-                among=among,
+                among=safe if is_nobodys else None,
                 tell=show,
                 found=keep,
             )

@@ -21,8 +21,8 @@ from torch.nn.functional import cross_entropy, linear, relu
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.options import MODELS
 from fnddp.core.options import did_you_mean
+from fnddp.run.hops import several
 from fnddp.run.measure import measure_backward
-from fnddp.simulation.training import several
 from fnddp.simulation.tune import Batch, Forward, Loss, Problem, trained
 
 Params = dict[str, Tensor]

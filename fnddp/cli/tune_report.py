@@ -23,7 +23,7 @@ def title(found: dict[str, Any]) -> str:
 
 def show(tuned: Tuned, found: dict[str, Any]) -> None:
     """Print a row for each pipeline, the fastest first, and the winner."""
-    chosen = [tuned.of(tuned.chosen)]
+    chosen = [each for each in tuned.outcomes if each.pipeline == tuned.chosen]
     marks = {"P": tuned.pareto, "ok": tuned.good, "?": tuned.unclear, "<-": [tuned.winner], "auto": chosen}
     rows = [
         (

@@ -129,7 +129,10 @@ class StepCost:
         return sum(cost.link_bytes for cost in self.collectives)
 
     def followed_by(self, other: "StepCost") -> "StepCost":
-        """Return this step, and `other` after its end: the second hop of `fnddp.own`."""
+        """Return this step, and `other` after its end: the second hop of `fnddp.own`, on a link that has had a rest.
+
+        What is computed, slots and indices of segments of `other` are its own.
+        """
         later = [replace(span, begin=span.begin + self.seconds) for span in other.spans]
         sent = [replace(each, end_seconds=each.end_seconds + self.seconds) for each in other.collectives]
         return replace(

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fnddp.adapters.checkpoint import Checkpoint, HasCheckpoint
 from fnddp.adapters.owners import OptimizerCheckpoint, OwnerDataParallel
+from fnddp.run.hops import several
 from fnddp.torch_private import live_group
 from fnddp.wire.c10d import dedicated_to
 
@@ -151,7 +152,7 @@ def _state(
 
 
 def _of_owners(model: OwnerDataParallel, optimizers: Optimizer | Iterable[Optimizer]) -> OptimizerCheckpoint | None:
-    given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    given = several(optimizers)
     owned = model.optimizers
     if given and {*map(id, given)} != {*map(id, owned)}:
         names, all_names = (", ".join(type(each).__name__ for each in some) for some in (given, owned))

@@ -143,4 +143,4 @@ def simulate_training(
 
     losses, leaves = train_ranks(loss_fn, spec, leaves, 0, batches, step, world_size, ranks_at_once)
     params = tree.unflatten(spec, leaves)
-    return Trained(losses, params, params, state)
+    return Trained(losses, params, state, params)

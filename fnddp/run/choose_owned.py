@@ -16,7 +16,7 @@ from fnddp.core.sync import Sync
 from fnddp.cost.estimate import Links, parsed
 from fnddp.plan.plan import Plan
 from fnddp.run.choose import DTYPES, SLOWDOWN, Choice, Cost
-from fnddp.run.hops import is_muon, owners_of, parameters_of, plan_of_gradients, plan_of_weights
+from fnddp.run.hops import is_muon, owners_of, parameters_of, plan_of_gradients, plan_of_weights, several
 from fnddp.wire.groups import world_size as size_of
 
 
@@ -116,7 +116,7 @@ def choose_owned(
     links = parsed(links)
     if unknown := sorted({*(codec_seconds or ())} - {*hop_seconds()}):
         raise ValueError(f"choose_owned: codec_seconds has {unknown[0]!r}, which is no hop of {sorted(hop_seconds())}")
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = several(optimizer)
     among = pairs(within)
     if not any(map(is_muon, optimizers)):
         names = ", ".join(type(each).__name__ for each in optimizers)
@@ -141,9 +141,9 @@ def owned_plans(
     among: Sequence[Pair],
     world_size: int | None = None,
     *,
-    device: str = "meta",
+    device: str | None = "meta",
 ) -> Plans:
-    """Return the plans of both hops of each pair, for leaves on `device`."""
+    """Return the plans of both hops of each pair, for leaves on `device`; None for that of the parameters."""
     named = parameters_of(who, model, optimizers)
     n = size_of(None) if world_size is None else world_size
     owners = [owners_of(each, of, n) for each, of in zip(named, optimizers, strict=True)]

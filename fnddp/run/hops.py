@@ -1,7 +1,7 @@
 """The two hops of sharded optimizers: the owner of each parameter, and what travels to owners and back."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ ELEMENTWISE = frozenset(
 
 CUT = 2**14
 """Elements from which a leaf is cut by rows."""
+
+
+def several(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Return a list of what is one optimizer, or several."""
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:

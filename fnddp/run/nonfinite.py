@@ -34,9 +34,10 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def unless(found: Tensor, before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
-    """Return `after`, and `before` where the scalar `found` is true, to the bit; for parts of a state that are tensors.
+    """Return `after`, or, of parts that are tensors, `before` if the scalar `found` is true; to the bit.
 
-    On an accelerator a call costs more than a pass over a small tensor, so those take three operations together.
+    On an accelerator a call costs more than a pass over a small tensor, so small ones of one dtype are chosen together,
+    by operations on lists.
 
     >>> unless(torch.tensor(True), [torch.ones(2), 3], [torch.full((2,), torch.nan), 4])
     [tensor([1., 1.]), 4]
@@ -44,8 +45,9 @@ def unless(found: Tensor, before: Sequence[Any], after: Sequence[Any]) -> list[A
     chosen, small = list(after), defaultdict[torch.dtype, list[int]](list)
     for i, part in enumerate(after):
         if isinstance(part, Tensor):
-            is_alike = part.is_floating_point() and part.stride() == before[i].stride()  # which lists have to be
-            if is_alike and part.nbytes <= device_of(part.device).light_bytes:
+            # With other strides CUDA takes the tensors of a list one by one.
+            is_alike = part.is_floating_point() and part.stride() == before[i].stride()
+            if is_alike and part.device == found.device and part.nbytes <= device_of(part.device).light_bytes:
                 small[part.dtype].append(i)
             else:
                 chosen[i] = torch.where(found, before[i], part)

@@ -1,5 +1,6 @@
 """Training on n virtual ranks in one process, to see the effect of a pipeline on a loss."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,7 +12,7 @@ from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves, Tree
 from fnddp.reducers.carriers import allgather
 from fnddp.reducers.halves import with_halves
-from fnddp.run.hops import codecs_of, first_hop, second_hop
+from fnddp.run.hops import codecs_of, first_hop, second_hop, several
 from fnddp.simulation.simulate import require_rows, simulate
 from fnddp.transforms.memory import ef21
 from fnddp.wire.simulated import Division
@@ -30,14 +31,14 @@ class Trained(NamedTuple):
         losses: Each rank's loss before each step, `[steps, n]`.
         params: The parameters after the last step, in the tree of those given; with outer steps, between which ranks
             have their own parameters, `[n, *shape]` leaves.
-        owned: With `weights`, those that owners keep, and the optimizer has; else `params`.
         state: The simulation's state after the last step: see `fnddp.simulate`.
+        owned: With `weights`, those that owners keep, and the optimizer has; else `params`.
     """
 
     losses: Tensor
     params: Tree
-    owned: Tree
     state: State
+    owned: Tree
 
 
 def simulate_training(
@@ -79,7 +80,8 @@ def simulate_training(
 
     Raises:
         ValueError: Both `optimizer` and `update`, or none, are given; a batch has no row for each rank; the mean of a
-            leaf is not the same on all ranks (`none`); `weights` goes with `update`; or as in `fnddp.simulate`.
+            leaf is not the same on all ranks (`none`); `weights` goes with `update`; a leaf is in none of several
+            optimizers, or in two; or as in `fnddp.simulate`.
         TypeError: `sync` or `weights` is none that `fnddp.own` takes.
 
     >>> from fnddp import allgather, error_feedback, sign
@@ -127,7 +129,7 @@ def simulate_training(
 
     losses, leaves = train_ranks(loss_fn, spec, leaves, None, batches, step, world_size, ranks_at_once)
     params = tree.unflatten(spec, leaves)
-    return Trained(losses, params, params if owners is None else tree.unflatten(spec, owners.leaves), state)
+    return Trained(losses, params, state, params if owners is None else tree.unflatten(spec, owners.leaves))
 
 
 class _Owners:
@@ -191,6 +193,8 @@ class LocalOptimizers:
         self._by_rank = by_rank
         self._leaves = self._split(leaves)
         self._optimizers = [several(make(list(leaves.values()))) for leaves in self._leaves]
+        for leaves, optimizers in zip(self._leaves, self._optimizers, strict=True):
+            _require_each_once(leaves, optimizers)
 
     def step(self, grads: Means) -> None:
         """Step with `grads`, laid out as the leaves are; None for no update."""
@@ -212,9 +216,14 @@ class LocalOptimizers:
         return [dict(zip(leaves, rows, strict=True)) for rows in zip(*leaves.values(), strict=True)]
 
 
-def several(made: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return a list of what is one optimizer, or several."""
-    return [made] if isinstance(made, torch.optim.Optimizer) else list(made)
+def _require_each_once(leaves: Leaves, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    given = Counter(id(p) for each in optimizers for group in each.param_groups for p in group["params"])
+    for path, leaf in leaves.items() if len(optimizers) > 1 else ():
+        if given[id(leaf)] != 1:
+            raise ValueError(
+                f"simulate_training: leaf {path!r} is in {given[id(leaf)]} of the {len(optimizers)} optimizers; each "
+                "must be in one"
+            )
 
 
 def _require_one_mean(leaves: Leaves, mean: Means) -> None:

@@ -20,12 +20,13 @@ from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves
 from fnddp.cost.estimate import Compute, Links, MeanStepCost
 from fnddp.plan.period import period
+from fnddp.plan.plan import Plan
 from fnddp.run.choose import MARGIN, candidates, choice
 from fnddp.run.choose_owned import Hops, Pair, choose_owned, owned_plans, pairs
-from fnddp.run.hops import first_hop, is_muon, second_hop
+from fnddp.run.hops import first_hop, is_muon, second_hop, several
 from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.schedules.choose import warmup
-from fnddp.simulation.training import several, simulate_training
+from fnddp.simulation.training import simulate_training
 from fnddp.transforms.memory import shared_momentum, without_momentum
 
 Batch: TypeAlias = tuple[Tensor, ...]
@@ -56,6 +57,7 @@ class Kind:
         called: The same in words.
         halves: Those that send 16 bits.
         chooser: What chooses one without a training.
+        safe: Returns those that lose nothing in a study.
         use: How to use one, with `{}` in the place of its texts.
     """
 
@@ -63,15 +65,17 @@ class Kind:
     called: str
     halves: tuple[str, ...]
     chooser: str
+    safe: Callable[[], Collection[str]]
     use: str
 
 
-MEANS = Kind(MEAN, "the plain mean", SIXTEEN_BITS, 'sync="auto"', "sync={}")
+MEANS = Kind(MEAN, "the plain mean", SIXTEEN_BITS, 'sync="auto"', lambda: candidates("none"), "sync={}")
 OWNERS = Kind(
     "two_shot, allgather",
     "exact hops",
     ("bf16(two_shot), allgather", "bf16(two_shot), ef21(bf16(allgather))"),
     "fnddp.choose_owned",
+    lambda: [f"{each.gradients}, {each.weights}" for each in pairs()],
     "fnddp.own(model, optimizer, {})",
 )
 
@@ -127,11 +131,6 @@ def text_of(way: Way) -> str:
 def syncs_of(way: Way) -> tuple[Sync, ...]:
     """Return the pipeline, or that of each hop."""
     return (way,) if isinstance(way, Sync) else tuple(way)
-
-
-def safe_hops() -> set[str]:
-    """Return the hops that may win where a model is nobody's: those that lose nothing in the study, and 16 bits."""
-    return {*(f"{each.gradients}, {each.weights}" for each in pairs()), *OWNERS.halves}
 
 
 @dataclass(frozen=True)
@@ -336,15 +335,16 @@ class Tuned:
         outcomes: Of each pipeline, the fastest first.
         compute: Forward and backward, as measured.
         within: Largest excess of a loss over the plain mean's that is good enough, in units of the loss.
-        chosen: What `sync="auto"` takes on the link; it knows neither these losses nor how long backward takes.
+        chosen: What `sync="auto"` or `choose_owned` takes on the link, which knows neither these losses nor how long
+            backward takes; None without Muon, with which `choose_owned` chooses.
         among: The pipelines that may win; None for all.
-        kind: What they are.
+        kind: Whether they are means, or both hops of owners.
     """
 
     outcomes: tuple[Outcome, ...]
     compute: Compute
     within: float
-    chosen: str = MEAN
+    chosen: str | None = MEAN
     among: Collection[str] | None = None
     kind: Kind = MEANS
 
@@ -423,7 +423,7 @@ class Tuned:
 
     def usage(self, of: Outcome) -> str:
         """Return the code that uses a pipeline, or both hops."""
-        way = way_of(of.pipeline, own=self.kind is OWNERS)
+        way = way_of(of.pipeline, own=self.kind == OWNERS)
         return self.kind.use.format(", ".join(f'"{sync!r}"' for sync in syncs_of(way)))
 
     @property
@@ -448,11 +448,13 @@ class Tuned:
     def notes(self) -> list[str]:
         """How the verdict and the choice of `sync="auto"` agree, and what is faster here and may not win."""
         takes, best = f"{self.kind.chooser} takes {self.chosen} on this link", self.winner
-        if best is None or best.pipeline == self.chosen:
+        if self.chosen is None:
+            notes = list[str]()
+        elif best is None or best.pipeline == self.chosen:
             notes = [f"{takes}{', too' if best else ''}"]
         elif self.of(self.chosen) not in self.good:
             notes = [f"{takes}, which ends {self.gap(self.of(self.chosen)).mean:.3g} above {self.kind.called} here"]
-        elif best.pipeline in candidates("none"):
+        elif best.pipeline in self.kind.safe():
             notes = [f"{takes}: it does not know how long backward takes"]
         else:
             notes = [f"{takes}: it takes only what is safe in the study, since it knows no loss of yours"]
@@ -499,7 +501,7 @@ def tune(
         seeds: Seeds of the initial parameters and batches: each pipeline is trained once with each of them.
         within: Largest excess of a loss over the plain mean's that is good enough: in units of the loss, such as 0.01
             nats, or, as text, relative to the plain mean's, such as "1%".
-        bucket_cap_mb: MiB of gradients whose payloads travel together.
+        bucket_cap_mb: MiB of gradients whose payloads travel together; hops of owners have the default of `own`.
         threads: Number of threads of a rank, while it is timed.
         among: The pipelines that may win; None for all.
         tell: Callback before each timing of a pipeline and before each training step, called with what comes next, the
@@ -507,7 +509,7 @@ def tune(
         found: Callback after each seed, with what is known by then, and the number of seeds.
 
     Raises:
-        TypeError: `fnddp.own` does not take a hop.
+        TypeError: `fnddp.own` does not take a hop or an optimizer.
         ValueError: A pipeline does not parse, does not fit, names a group, or takes no mean; there is no step or no
             seed; `within` is negative; a warm-up is as long as the training.
         LoweringError: A pipeline has no plan.
@@ -522,25 +524,38 @@ def tune(
         pipelines = CANDIDATES_OF_HOPS if own else CANDIDATES
     model = problem.make(0)
     leaves, batch = trained(model), next(problem.batches(ranks, 0, 1))
-    made = several(problem.optimizer([p for p in model.parameters() if p.requires_grad]))
+    made = several(problem.optimizer([p for p in model.parameters() if p.requires_grad])) if own else []
     chosen = _chosen_hops(model, made, link, ranks) if own else choice(leaves, link, world_size=ranks).taken
-    texts = (kind.plain, *kind.halves, chosen, *pipelines)
+    texts = (kind.plain, *kind.halves, *([] if chosen is None else [chosen]), *pipelines)
     ways = {text_of(way): way for way in (way_of(text, own=own) for text in texts)}
     for sync in (sync for way in ways.values() for sync in syncs_of(way)):
         _require_mean(sync)
-        _require_warm(sync, steps)
+        _require_warm(sync, steps, own=own)
     for way in ways.values():
         _optimizers(problem, syncs_of(way)[0], [*leaves.values()])  # which may not fit it
     with on_threads(threads):
         tell("timing forward and backward", 0, len(ways))
         compute = measure_backward(problem.loss_of(model), leaves, *(part[0] for part in batch))
+        hops = {text: Pair(*map(repr, way), most=math.inf) for text, way in ways.items() if not isinstance(way, Sync)}
+        plans = owned_plans("tune", model, made, [*hops.values()], ranks, device=None) if own else {}
+        segments: dict[int, tuple[float, ...]] = {}  # of hops, which several pairs may have
+
+        def timed(plan: Plan) -> tuple[float, ...]:
+            if id(plan) not in segments:
+                segments[id(plan)] = measure_segments(plan)
+            return segments[id(plan)]
+
         costs: list[Outcome] = []
         for i, (text, way) in enumerate(ways.items()):
             tell(f"timing {text}", i, len(ways))
             if isinstance(way, Sync):
                 costs.append(cost(way, leaves, link, ranks, compute, bucket_cap_mb))
-            else:
-                costs.append(cost_of_hops(way, model, made, link, ranks, compute))
+                continue
+            first, back = plans[hops[text]]
+            step = first.predict(link, replace(compute, segments=timed(first)))
+            for plan in back:  # behind nothing
+                step = step.followed_by(plan.predict(link, Compute(segments=timed(plan))))
+            costs.append(Outcome(text, step.wire_bytes, step.link_bytes, MeanStepCost(((step, 1),)), ()))
     losses: dict[str, list[float]] = {text: [] for text in ways}
 
     def tuned() -> Tuned:
@@ -589,27 +604,10 @@ def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, buck
     return Outcome(repr(sync), round(step.wire_bytes), round(step.link_bytes), step, ())
 
 
-def cost_of_hops(
-    hops: Hops,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    link: Links,
-    n: int,
-    compute: Compute,
-) -> Outcome:
-    """Return the cost of a step of both hops; measure their segments here. Nothing hides that of weights."""
-    pair = Pair(*map(repr, hops), most=math.inf)
-    first, back = owned_plans("tune", model, optimizers, [pair], n, device="cpu")[pair]
-    step = first.predict(link, replace(compute, segments=measure_segments(first)))
-    for plan in back:
-        step = step.followed_by(plan.predict(link, Compute(segments=measure_segments(plan))))
-    return Outcome(text_of(hops), step.wire_bytes, step.link_bytes, MeanStepCost(((step, 1),)), ())
-
-
-def _chosen_hops(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], link: Links, ranks: int) -> str:
-    """Return what `choose_owned` takes; exact hops without Muon, with which its losses were measured."""
+def _chosen_hops(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], link: Links, ranks: int) -> str | None:
+    """Return what `choose_owned` takes; None without Muon, with which its losses were measured."""
     if not any(map(is_muon, optimizers)):
-        return OWNERS.plain
+        return None
     return text_of(choose_owned(model, optimizers, link, world_size=ranks))
 
 
@@ -623,8 +621,10 @@ def _require_mean(sync: Sync) -> None:
         raise ValueError(f"tune: {sync!r} exchanges nothing, so each rank would train alone; add a reducer")
 
 
-def _require_warm(sync: Sync, steps: int) -> None:
+def _require_warm(sync: Sync, steps: int, *, own: bool) -> None:
     for each in all_in(sync):
+        if isinstance(each, warmup) and own:
+            raise ValueError(f"tune: {sync!r} begins with another hop, and tune costs the first step; leave warmup out")
         if isinstance(each, warmup) and each.steps >= steps:
             raise ValueError(
                 f"tune: {sync!r} warms up for {each.steps} steps, so a training of {steps} says nothing about what "

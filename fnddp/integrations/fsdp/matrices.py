@@ -26,7 +26,7 @@ from fnddp.reducers.carriers import allgather
 from fnddp.reducers.halves import OwnerRows, Owners
 from fnddp.run.hops import mark_states
 from fnddp.run.vote import StepFailedError
-from fnddp.torch_private import between_step_hooks, untraced
+from fnddp.torch_private import between_step_hooks, has_closure, untraced
 from fnddp.transforms.memory import ef21
 from fnddp.wire import control
 
@@ -136,7 +136,7 @@ class Matrices:
             raise
 
     def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if any(each is not None for each in (*args, kwargs.get("closure"))):  # Accelerate gives None
+        if has_closure(args, kwargs):
             raise TypeError("own_matrices: step got a closure, which would see shards of before; leave it out")
         replaced = [name for name, p in self._parameters.items() if self._model.get_parameter(name) is not p]
         if replaced:
