@@ -91,24 +91,18 @@ def trained(seed: int, steps: int) -> dict[str, Tensor]:
     ).params
 
 
-class MuonAndAdamW:
-    """One worker's local optimizer: Muon for the matrices between its layers, AdamW for all other parameters."""
-
-    def __init__(self, params: list[Tensor], *, names: list[str], lr: float) -> None:
-        hidden = [p for name, p in zip(names, params, strict=True) if p.ndim == 2 and name.startswith(HIDDEN)]
-        others = [p for p in params if not any(p is each for each in hidden)]
-        # With the decay of AdamW, and steps of the size of AdamW's, for which the learning rate is.
-        muon = torch.optim.Muon(hidden, lr=lr, weight_decay=1e-2, adjust_lr_fn="match_rms_adamw")
-        self.optimizers = [muon, torch.optim.AdamW(others, lr=lr)]
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
+def muon_and_adamw(params: list[Tensor], *, names: list[str], lr: float) -> list[torch.optim.Optimizer]:
+    """One worker's local optimizers: Muon for the matrices between its layers, AdamW for all other parameters."""
+    hidden = [p for name, p in zip(names, params, strict=True) if p.ndim == 2 and name.startswith(HIDDEN)]
+    others = [p for p in params if not any(p is each for each in hidden)]
+    # With the decay of AdamW, and steps of the size of AdamW's, for which the learning rate is.
+    muon = torch.optim.Muon(hidden, lr=lr, weight_decay=1e-2, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(others, lr=lr)]
 
 
 def make_optimizer(local: str, names: list[str], lr: float) -> Any:
     """What makes a local optimizer for parameters in the order of `names`."""
-    return partial(torch.optim.AdamW, lr=lr) if local == ADAMW else partial(MuonAndAdamW, names=names, lr=lr)
+    return partial(torch.optim.AdamW, lr=lr) if local == ADAMW else partial(muon_and_adamw, names=names, lr=lr)
 
 
 def run(task: Any, begins: str, local: str, text: str, n: int, seed: int, steps: int) -> dict[str, Any]:

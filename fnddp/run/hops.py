@@ -33,8 +33,8 @@ CUT = 2**14
 
 
 def several(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return a list of what is one optimizer, or several."""
-    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    """Return a list of what is one optimizer, or several. (Anything with a `step` may be one.)"""
+    return list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
