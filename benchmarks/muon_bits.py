@@ -209,7 +209,7 @@ def costed() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
 @cache
 def costs() -> dict[tuple[str, str], Cost]:
     """The cost of both hops, by their pipelines."""
-    every = [Pair(BY_BITS[arm.up].of_own[0], BY_BITS[arm.down].of_own[1], 0.0) for arm in ARMS]
+    every = [Pair(BY_BITS[arm.up].of_own[0], BY_BITS[arm.down].of_own[1]) for arm in ARMS]
     plans = owned_plans("muon_bits", *costed(), every, RANKS)
     return {
         pair[:2]: Cost(*map(sum, zip(*map(priced, (there, *back)), strict=True)))
@@ -309,7 +309,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 def time_codecs(file: Path) -> None:
     """Write seconds to encode and decode a byte of float32 on each hop: of the model above, on the first of 8 ranks."""
     nbytes = sum(leaf.nbytes for leaf in costed()[0].parameters())
-    every = [Pair(*hop.of_own, 0.0) for hop in HOPS]
+    every = [Pair(*hop.of_own) for hop in HOPS]
     made = owned_plans("muon_bits", *costed(), every, RANKS, device="cpu")
     plans = {
         text: of for pair, (there, back) in made.items() for text, of in zip(pair[:2], ((there,), back), strict=True)

@@ -527,11 +527,6 @@ def take_over_optimizers_in_backward(parameters: Iterable[Tensor]) -> None:
             handle.remove()
 
 
-def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if an optimizer's step has got a closure; Accelerate gives None."""
-    return any(each is not None for each in (*args, kwargs.get("closure")))
-
-
 def between_step_hooks(
     optimizer: torch.optim.Optimizer, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

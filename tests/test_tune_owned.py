@@ -97,7 +97,7 @@ def test_tune_compares_both_hops() -> None:
     assert {*by_name} == {"two_shot, allgather", *OWNERS.halves, found.chosen, few_bits}
     exact, few = found.mean, by_name[few_bits]
     model = line_problem().make(0)
-    pair = Pair(*HOPS[0], 0.0)
+    pair = Pair(*HOPS[0])
     first, back = owned_plans("test", model, muon_and_adamw(model.parameters()), [pair], 3)[pair]
     assert exact.wire_bytes == first.wire_bytes + sum(plan.wire_bytes for plan in back)
     assert few.link_bytes < exact.link_bytes / 4
@@ -163,20 +163,7 @@ def test_wrong_hops(text: str, message: str) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "tune",
-        "--own",
-        "--model",
-        "digits",
-        "--ranks",
-        "2",
-        "--steps",
-        "2",
-        "--seeds",
-        "2",
-        "--link",
-        "1mbit:1ms",
-    ]
+    arguments = ["tune", "--own", "--ranks", "2", "--steps", "2", "--seeds", "2", "--link", "1mbit:1ms"]
     arguments += [", ".join(HOPS[1]), "--within", "50%", "--out", str(tmp_path)]
     assert main.main(arguments) == 0
     said = capsys.readouterr().out
@@ -188,3 +175,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert results["auto"] is None
     assert main.main([*arguments, "two_shot"]) == 2
     assert "must be two pipelines" in capsys.readouterr().err
+
+
+def test_one_optimizer_may_be_anything_with_a_step() -> None:
+    class Halves:
+        def __init__(self, leaves: list[Tensor]) -> None:
+            self.leaves = leaves
+
+        def step(self) -> None:
+            for leaf in self.leaves:
+                leaf.mul_(0.5)
+
+    make: Any = Halves
+    x, sync = torch.ones(2, 1), fnddp.allreduce
+    options: Any = {"world_size": 2, "optimizer": make}
+    done = fnddp.simulate_training(
+        lambda params, x: (params["w"] * x).sum(), {"w": torch.ones(3)}, [(x,)], sync, **options
+    )
+    assert done.params["w"].tolist() == [0.5] * 3

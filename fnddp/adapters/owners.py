@@ -29,7 +29,16 @@ from fnddp.core.tree import Leaves
 from fnddp.plan.plan import Plan
 from fnddp.reducers.halves import Owners, with_halves
 from fnddp.run.engine import fail_next
-from fnddp.run.hops import default_cap_mb, first_hop, owners_of, parameters_of, second_hop, several, to_their_owners
+from fnddp.run.hops import (
+    default_cap_mb,
+    first_hop,
+    has_closure,
+    owners_of,
+    parameters_of,
+    second_hop,
+    several,
+    to_their_owners,
+)
 from fnddp.run.step import Synchronized
 from fnddp.run.vote import StepFailedError
 from fnddp.show.text import count
@@ -157,7 +166,7 @@ class OwnerDataParallel(DistributedDataParallel):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_over
-            if torch_private.has_closure(args, kwargs):
+            if has_closure(args, kwargs):
                 raise TypeError(
                     f"own: {type(sharded.optimizer).__name__}.step got a closure, which may evaluate the model between "
                     "updates that other ranks do not have yet; call backward(), then step()"

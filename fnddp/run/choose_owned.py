@@ -1,6 +1,7 @@
 """The fastest codecs for both hops of `own` on a link, among those with which Muon's loss was measured."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -41,12 +42,13 @@ class Pair(NamedTuple):
     """The texts of two hops, and how much they may lose.
 
     Attributes:
-        most: Nats above the exact mean: the upper end of the interval of 95 % confidence over seeds.
+        most: Nats above the exact mean: the upper end of the interval of 95 % confidence over seeds; infinite where
+            nothing was measured.
     """
 
     gradients: str
     weights: str
-    most: float
+    most: float = math.inf
 
 
 @cache

@@ -37,6 +37,11 @@ def several(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer])
     return list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
 
 
+def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if an optimizer's step has got a closure; Accelerate gives None."""
+    return any(each is not None for each in (*args, kwargs.get("closure")))
+
+
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
     """Return True for torch's Muon, and for others by their name."""
     return "muon" in type(optimizer).__name__.lower()

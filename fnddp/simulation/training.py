@@ -217,8 +217,10 @@ class LocalOptimizers:
 
 
 def _require_each_once(leaves: Leaves, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    if len(optimizers) == 1:  # which may be anything with a `step`
+        return
     given = Counter(id(p) for each in optimizers for group in each.param_groups for p in group["params"])
-    for path, leaf in leaves.items() if len(optimizers) > 1 else ():
+    for path, leaf in leaves.items():
         if given[id(leaf)] != 1:
             raise ValueError(
                 f"simulate_training: leaf {path!r} is in {given[id(leaf)]} of the {len(optimizers)} optimizers; each "

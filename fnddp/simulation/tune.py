@@ -536,7 +536,11 @@ def tune(
     with on_threads(threads):
         tell("timing forward and backward", 0, len(ways))
         compute = measure_backward(problem.loss_of(model), leaves, *(part[0] for part in batch))
-        hops = {text: Pair(*map(repr, way), most=math.inf) for text, way in ways.items() if not isinstance(way, Sync)}
+        hops = {
+            text: Pair(repr(way.gradients), repr(way.weights))
+            for text, way in ways.items()
+            if not isinstance(way, Sync)
+        }
         plans = owned_plans("tune", model, made, [*hops.values()], ranks, device=None) if own else {}
         segments: dict[int, tuple[float, ...]] = {}  # of hops, which several pairs may have
 

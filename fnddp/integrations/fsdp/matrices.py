@@ -24,9 +24,9 @@ from fnddp.core.tree import Leaves
 from fnddp.integrations.fsdp.unit import layers_of, require_codecs
 from fnddp.reducers.carriers import allgather
 from fnddp.reducers.halves import OwnerRows, Owners
-from fnddp.run.hops import mark_states
+from fnddp.run.hops import has_closure, mark_states
 from fnddp.run.vote import StepFailedError
-from fnddp.torch_private import between_step_hooks, has_closure, untraced
+from fnddp.torch_private import between_step_hooks, untraced
 from fnddp.transforms.memory import ef21
 from fnddp.wire import control
 
