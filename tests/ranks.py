@@ -65,8 +65,9 @@ class GlooPool:
 
         With `may_die` one that is killed in it returns None, and the pool ends with this job."""
         self.count += 1
+        waits = timedelta(seconds=max(timeout, POOL_SECONDS) / 2)  # one rank for another, as for its compiler
         for rank in range(n):
-            self.jobs[rank].put((self.count, n, may_die, backend, pickle.dumps((fn, arguments))))
+            self.jobs[rank].put((self.count, n, may_die, backend, waits, pickle.dumps((fn, arguments))))
         results: list[Any] = [None] * n
         errors: dict[int, BaseException] = {}
         traces: dict[int, str] = {}
@@ -74,15 +75,19 @@ class GlooPool:
         waiting = set(range(n))
         while waiting:
             try:
-                seconds = 1 if may_die else max(0.1, deadline - time.monotonic())
-                rank, result, error, trace = self.results.get(timeout=seconds)
+                rank, result, error, trace = self.results.get(timeout=1)
             except queue.Empty:
-                if may_die and time.monotonic() < deadline:
-                    waiting = {rank for rank in waiting if self.processes[rank].is_alive()}
-                    continue
-                where = self._where_ranks_are(n)
-                self.close()
-                raise TimeoutError(f"ranks did not finish in {timeout} s\n{where}\n{traces}") from None
+                dead = {rank for rank in waiting if not self.processes[rank].is_alive()}
+                waiting -= dead
+                if not may_die:
+                    errors |= {rank: ChildProcessError(f"rank {rank} died") for rank in dead}
+                    traces |= {rank: f"died: {self.processes[rank].exitcode}\n{self._stack(rank)}" for rank in dead}
+                if waiting and time.monotonic() > deadline:
+                    self._ask_for_stacks(waiting)
+                    late = {rank: f"did not finish in {timeout} s\n{self._stack(rank)}" for rank in waiting}
+                    self.close()
+                    raise TimeoutError(_told(late | traces)) from None
+                continue
             waiting.remove(rank)
             results[rank] = pickle.loads(result)
             if trace:
@@ -91,7 +96,7 @@ class GlooPool:
         if may_die:
             self.close()
         if errors:
-            raise RankFailed("".join(f"\nrank {rank}: {traces[rank]}" for rank in sorted(errors)), errors)
+            raise RankFailed(_told(traces), errors)
         return results
 
     @property
@@ -105,12 +110,18 @@ class GlooPool:
             process.join()
         self.traces.cleanup()
 
-    def _where_ranks_are(self, n: int) -> str:
-        for process in self.processes[:n]:
+    def _ask_for_stacks(self, ranks: set[int]) -> None:
+        for process in (self.processes[rank] for rank in ranks):
             if process.is_alive() and process.pid:
                 os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(1)  # for faulthandler to write
-        return "\n".join(f"rank {rank}:\n{_trace_file(self.traces.name, rank).read_text()}" for rank in range(n))
+        time.sleep(10)  # for faulthandler to write, where others compute
+
+    def _stack(self, rank: int) -> str:
+        return _trace_file(self.traces.name, rank).read_text()
+
+
+def _told(traces: dict[int, str]) -> str:
+    return "".join(f"\nrank {rank}: {trace}" for rank, trace in sorted(traces.items()))
 
 
 def _trace_file(folder: str, rank: int) -> Path:
@@ -123,16 +134,16 @@ def _serve(rank: int, port: int, jobs: Any, results: Any, traces: str, module: s
     importlib.import_module(module)
     with _trace_file(traces, rank).open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        faulthandler.enable(file)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         while True:
-            job, n, may_die, backend, payload = jobs.get()
+            job, n, may_die, backend, waits, payload = jobs.get()
             result, error, trace = None, None, ""
             try:
                 prefixed = dist.PrefixStore(f"job{job}", store)
-                seconds = timedelta(seconds=POOL_SECONDS / 2)
-                dist.init_process_group(backend, rank=rank, world_size=n, store=prefixed, timeout=seconds)
+                dist.init_process_group(backend, rank=rank, world_size=n, store=prefixed, timeout=waits)
                 prefixed.set(f"rank {rank} has begun", "")  # none ends before others are connected
-                prefixed.wait([f"rank {other} has begun" for other in range(n)], seconds)
+                prefixed.wait([f"rank {other} has begun" for other in range(n)], waits)
                 fn, arguments = pickle.loads(payload)
                 result = fn(rank, *arguments)
             except BaseException as raised:
