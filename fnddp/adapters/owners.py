@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fnddp import torch_private
 from fnddp.adapters.module.steps import Steps
@@ -602,7 +601,6 @@ def own(
     made: list[tuple[list[dict[str, nn.Parameter]], list[Owners], Sync, Sync]] = []
 
     def set_up() -> dict[str, str]:
-        _require_plain(model)
         pipelines = first_hop("own", gradients), second_hop("own", weights)
         named = parameters_of("own", model, optimizers)
         n = collectives.world_size(group)
@@ -634,23 +632,6 @@ def own(
         bucket_cap_mb=bucket_cap_mb,
         **options,
     )
-
-
-def _require_plain(model: nn.Module) -> None:
-    for name, part in model.named_modules():
-        if isinstance(part, TorchDDP):
-            which = f"the part {name!r} of the model" if name else "the model"
-            raise TypeError(f"own: {which} is wrapped in DistributedDataParallel, which would reduce twice; unwrap it")
-    for name, p in model.named_parameters():
-        if isinstance(p, DTensor):
-            raise TypeError(
-                f"own: {name!r} is a DTensor, of which each rank has its shard and the state of that; "
-                "leave own out, or fully_shard"
-            )
-        if torch_private.optimizers_in_backward(p):
-            raise TypeError(
-                f"own: {name!r} has an optimizer that runs in backward, before a mean is there; leave it out"
-            )
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -173,6 +173,8 @@ def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
     def optimizers(params: list[Tensor]) -> list[torch.optim.Optimizer]:
         made = several(problem.optimizer(params) if rate is None else problem.optimizer(params, lr=rate))
         for each in made:
+            if isinstance(each, torch.optim.LBFGS):
+                raise WrongArgument(f"{model} cannot be tuned: LBFGS evaluates a closure; return another optimizer")
             _let_rate_fall(each, steps)
         return made
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from fnddp import torch_private
 from fnddp.core.codec import Codec
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import Sync, all_in
@@ -51,6 +54,7 @@ def parameters_of(
     who: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[dict[str, nn.Parameter]]:
     """Return the parameters of each optimizer that require a gradient, by name, in the order of the model."""
+    _require_plain(who, model)
     if not optimizers:
         raise ValueError(f"{who}: there is no optimizer; give one, or several")
     of: dict[int, int] = {}
@@ -84,6 +88,23 @@ def parameters_of(
                 f"{who}: {type(optimizer).__name__} has no parameter that requires a gradient; leave it out"
             )
     return named
+
+
+def _require_plain(who: str, model: nn.Module) -> None:
+    for name, part in model.named_modules():
+        if isinstance(part, TorchDDP):
+            which = f"the part {name!r} of the model" if name else "the model"
+            raise TypeError(f"{who}: {which} is wrapped in DistributedDataParallel, which would reduce twice; unwrap it")
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            raise TypeError(
+                f"{who}: {name!r} is a DTensor, of which each rank has its shard and the state of that; "
+                "leave own out, or fully_shard"
+            )
+        if torch_private.optimizers_in_backward(p):
+            raise TypeError(
+                f"{who}: {name!r} has an optimizer that runs in backward, before a mean is there; leave it out"
+            )
 
 
 def owners_of(
