@@ -136,7 +136,10 @@ WRONG = {
         (["--within=-1%"], "--within must be 0 or a positive number"),
         (["--model", "digits", "--data", "text"], "--model digits does not take --data text: RuntimeError"),
         (["--model", "models.py:normalized", "--data", "digits"], "cannot be tuned: 1 (BatchNorm1d) changes its buf"),
-        (["--model", "models.py:of_closures"], "models.py:of_closures cannot be tuned: LBFGS evaluates a closure; return"),
+        (
+            ["--model", "models.py:of_closures"],
+            "of_closures cannot be tuned: LBFGS evaluates a closure; return another optim",
+        ),
         (["--ranks", "1500"], "--ranks 1500: each rank needs an image; there are 1,257 to train on"),
         (["--pipelines", TWO_LEVELS], "process group 'node' is named, but"),
         (["--pipelines", "partition({'*.bias': none, '*': allreduce})", "--steps", "1"], "not the same on all ranks"),

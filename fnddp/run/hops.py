@@ -94,7 +94,9 @@ def _require_plain(who: str, model: nn.Module) -> None:
     for name, part in model.named_modules():
         if isinstance(part, TorchDDP):
             which = f"the part {name!r} of the model" if name else "the model"
-            raise TypeError(f"{who}: {which} is wrapped in DistributedDataParallel, which would reduce twice; unwrap it")
+            raise TypeError(
+                f"{who}: {which} is wrapped in DistributedDataParallel, which would reduce twice; unwrap it"
+            )
     for name, p in model.named_parameters():
         if isinstance(p, DTensor):
             raise TypeError(

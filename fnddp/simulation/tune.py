@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -536,30 +536,14 @@ def tune(
     with on_threads(threads):
         tell("timing forward and backward", 0, len(ways))
         compute = measure_backward(problem.loss_of(model), leaves, *(part[0] for part in batch))
-        hops = {
-            text: Pair(repr(way.gradients), repr(way.weights))
-            for text, way in ways.items()
-            if not isinstance(way, Sync)
-        }
-        plans = owned_plans("tune", model, made, [*hops.values()], ranks, device=None) if own else {}
-        segments: dict[int, tuple[float, ...]] = {}  # of hops, which several pairs may have
-
-        def timed(plan: Plan) -> tuple[float, ...]:
-            if id(plan) not in segments:
-                segments[id(plan)] = measure_segments(plan)
-            return segments[id(plan)]
-
+        of_hops = _costs_of_hops(model, made, ways, link, ranks, compute)
         costs: list[Outcome] = []
         for i, (text, way) in enumerate(ways.items()):
             tell(f"timing {text}", i, len(ways))
             if isinstance(way, Sync):
                 costs.append(cost(way, leaves, link, ranks, compute, bucket_cap_mb))
-                continue
-            first, back = plans[hops[text]]
-            step = first.predict(link, replace(compute, segments=timed(first)))
-            for plan in back:  # behind nothing
-                step = step.followed_by(plan.predict(link, Compute(segments=timed(plan))))
-            costs.append(Outcome(text, step.wire_bytes, step.link_bytes, MeanStepCost(((step, 1),)), ()))
+            else:
+                costs.append(of_hops(text))
     losses: dict[str, list[float]] = {text: [] for text in ways}
 
     def tuned() -> Tuned:
@@ -606,6 +590,36 @@ def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, buck
     predicted = [(each.plan.predict(link, replace(compute, segments=own)), each.steps) for each, own in timed]
     step = MeanStepCost(tuple(predicted))
     return Outcome(repr(sync), round(step.wire_bytes), round(step.link_bytes), step, ())
+
+
+def _costs_of_hops(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    ways: Mapping[str, Way],
+    link: Links,
+    n: int,
+    compute: Compute,
+) -> Callable[[str], Outcome]:
+    """Return what costs a step with both hops that a text of `ways` names; it measures each hop's segments once."""
+    hops = {
+        text: Pair(repr(way.gradients), repr(way.weights)) for text, way in ways.items() if not isinstance(way, Sync)
+    }
+    plans = owned_plans("tune", model, optimizers, [*hops.values()], n, device=None) if hops else {}
+    segments: dict[int, tuple[float, ...]] = {}  # of hops, which several pairs may have
+
+    def timed(plan: Plan) -> tuple[float, ...]:
+        if id(plan) not in segments:
+            segments[id(plan)] = measure_segments(plan)
+        return segments[id(plan)]
+
+    def cost_of(text: str) -> Outcome:
+        first, back = plans[hops[text]]
+        step = first.predict(link, replace(compute, segments=timed(first)))
+        for plan in back:  # behind nothing
+            step = step.followed_by(plan.predict(link, Compute(segments=timed(plan))))
+        return Outcome(text, step.wire_bytes, step.link_bytes, MeanStepCost(((step, 1),)), ())
+
+    return cost_of
 
 
 def _chosen_hops(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], link: Links, ranks: int) -> str | None:
