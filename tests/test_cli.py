@@ -132,6 +132,11 @@ WRONG = {
         (["allreduce", "--model", "models.py:no_loss"], "returns float; loss_fn must be a function of the module's"),
         (["--codecs", "--ranks", "4", "--link", "1gbit"], "a link or a model: leave --ranks and --link out"),
     ],
+    "run": [
+        (["absent.py"], "there is no script absent.py"),
+        (["--link", "loopback", "script.py"], "torchrun runs a script without a slow link; give one, such as 200mbit"),
+        (["--link", "slow", "script.py"], "'slow' is no link"),
+    ],
     "tune": [
         (["--within=-1%"], "--within must be 0 or a positive number"),
         (["--model", "digits", "--data", "text"], "--model digits does not take --data text: RuntimeError"),

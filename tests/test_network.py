@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fnddp import Link
 from fnddp.cli import network
 from fnddp.cli.launch import run_ranks
+from fnddp.cli.main import main
 from fnddp.cli.network import NetworkError, sent_bytes, shaped_hosts
 
 
@@ -44,7 +45,7 @@ def test_wrong_hosts(n: int) -> None:
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError, match=str(Path("netns"))):
-        network.Host("fnddp-none").enter()
+        network.Host("fnddp-none", "10.0.0.1").enter()
     name = f"no{secrets.token_hex(3)}"
     with pytest.raises(ValueError, match=f"no network interface '{name}'"):
         sent_bytes(name)
@@ -112,6 +113,42 @@ def test_ranks_talk_over_the_link() -> None:
     assert what == "eth0: 200000.0"
     assert count == pytest.approx(400_000, rel=0.05)  # a ring of two sends each byte once; and headers
     assert namespaces() == set()
+
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+if sys.argv[1:] == ["--fails"] and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(total := torch.ones(100_000))
+print(f"rank {rank} of {os.environ['LOCAL_WORLD_SIZE']} {sys.argv[1:]} {total[0]}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@needs_hosts
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("option", ["--steps", "--fails"])
+def test_a_script_runs_over_the_link(
+    option: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    code = main(["run", "--link", "1gbit", "--ranks", "2", "train.py", option])
+    said, errors = capfd.readouterr()
+    assert namespaces() == set()
+    if option == "--fails":
+        assert code == 1
+        assert "fnddp run: rank 1 was ended by SIGKILL" in errors
+        return
+    assert code == 0
+    *lines, last = said.strip().splitlines()
+    assert {f"rank {rank} of 2 ['--steps'] 2.0" for rank in range(2)} <= {*lines}
+    assert "over links of 1gbit" in last
+    assert all(f"0.4 MB by rank {rank}" in last for rank in range(2))
 
 
 HOLDS = """

@@ -256,6 +256,39 @@ def bench(
     return 0
 
 
+def run(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="a training script, as torchrun runs it")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENT", show_default=False, help="its own")
+    ] = None,
+    link: options.Link = "1gbit",
+    ranks: Annotated[int, typer.Option(min=1, metavar="N", help="number of ranks, each a host of its own")] = 2,
+) -> int:
+    """Run a training script of your own over a slow link.
+
+    Starts the script once for each rank, with the variables of torchrun. Each rank has a network of its own on this
+    machine, with a link of that rate to the others (Linux, root). Says at the end how long it took, and what each rank
+    has sent over its link.
+    """
+    from time import perf_counter
+
+    from fnddp.cli import launch, network, terminal
+    from fnddp.cli import script as of_user
+
+    if not script.is_file():
+        raise WrongArgument(f"there is no script {script}")
+    if link == "loopback":
+        raise WrongArgument("--link loopback: torchrun runs a script without a slow link; give one, such as 200mbit")
+    launch.check_ranks(ranks, link=link)
+    with network.shaped_hosts(ranks, link) as hosts:
+        begin = perf_counter()
+        of_user.run(script, arguments or (), hosts)
+        seconds = perf_counter() - begin
+        each = ", ".join(f"{of_user.sent(host) / 1e6:,.1f} MB by rank {rank}" for rank, host in enumerate(hosts))
+    terminal.echo(f"\n{seconds:.1f} s over links of {link}; sent with headers: {each}")
+    return 0
+
+
 def tune(
     more: options.Pipelines = None,
     pipelines: options.PipelinesOption = None,

@@ -138,7 +138,8 @@ def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> Iterator[An
                 # A rank that crashes takes the others' connections with it: name it, whichever error comes first.
                 by_sentinel: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
                 for sentinel in wait(list(by_sentinel), SETTLE_SECONDS):
-                    message = RankError(_how_it_ended(by_sentinel[sentinel]))
+                    by_sentinel[sentinel].join()
+                    message = RankError(how_it_ended(by_sentinel[sentinel].name, by_sentinel[sentinel].exitcode or 0))
                 raise message
             if message is None:
                 working.remove(pipe)
@@ -146,12 +147,11 @@ def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> Iterator[An
                 yield message
 
 
-def _how_it_ended(process: BaseProcess) -> str:
-    process.join()
-    code = process.exitcode or 0
+def how_it_ended(name: str, code: int) -> str:
+    """Return in words how the process `name` ended, by its exit code."""
     if code < 0:
-        return f"{process.name} was ended by {signal.Signals(-code).name} ({signal.strsignal(-code)})"
-    return f"{process.name} exited with code {code} before it was done"
+        return f"{name} was ended by {signal.Signals(-code).name} ({signal.strsignal(-code)})"
+    return f"{name} exited with code {code} before it was done"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import typer
 from typer.completion import get_completion_script
 from typer.exceptions import TyperException
 
-from fnddp.cli.commands import bench, demo, doctor, plan, trace, tune
+from fnddp.cli.commands import bench, demo, doctor, plan, run, trace, tune
 from fnddp.cli.failures import (
     BROKEN_PIPE,
     EXTRA,
@@ -106,6 +106,8 @@ settings = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(callback=fnddp, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=settings)
 for command in (demo, plan, bench, tune, trace, doctor):
     app.command()(reporting_errors(command))
+# What is behind the script's name is for the script.
+app.command(context_settings={"allow_interspersed_args": False})(reporting_errors(run))
 app.command()(completion)
 
 

@@ -38,6 +38,7 @@ class Host:
     """A network namespace, with one network device that leads to the other hosts."""
 
     namespace: str
+    address: str
     interface: str = INTERFACE
 
     def enter(self) -> None:
@@ -107,7 +108,7 @@ def sent_bytes(interface: str) -> int:
 
 
 def _make(name: str, n: int, link: Link) -> list[Host]:
-    switch, hosts = f"{name}-switch", [Host(f"{name}-{i}") for i in range(n)]
+    switch, hosts = f"{name}-switch", [Host(f"{name}-{i}", f"10.0.0.{i + 1}") for i in range(n)]
     _run("ip", "netns", "add", switch)
     _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
     _run("ip", "-n", switch, "link", "set", "bridge", "up")
@@ -117,7 +118,7 @@ def _make(name: str, n: int, link: Link) -> list[Host]:
         ends = ("netns", host.namespace, "type", "veth", "peer", "name", port, "netns", switch)
         _run("ip", "link", "add", host.interface, *ends)
         _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-        _run("ip", *inside, "address", "add", f"10.0.0.{i + 1}/24", "dev", host.interface)
+        _run("ip", *inside, "address", "add", f"{host.address}/24", "dev", host.interface)
         _run("ip", *inside, "link", "set", "lo", "up")
         _run("ip", *inside, "link", "set", host.interface, "up")
         add, below = ("tc", *inside, "qdisc", "add", "dev", host.interface), ("root",)
