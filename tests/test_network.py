@@ -116,14 +116,14 @@ def test_ranks_talk_over_the_link() -> None:
 
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 if sys.argv[1:] == ["--fails"] and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 dist.all_reduce(total := torch.ones(100_000))
-print(f"rank {rank} of {os.environ['LOCAL_WORLD_SIZE']} {sys.argv[1:]} {total[0]}")
+sys.stdout.write(f"rank {rank} of {os.environ['LOCAL_WORLD_SIZE']} {sys.argv[1:]} {total[0]}\\n")
 dist.barrier()
 dist.destroy_process_group()
 """
