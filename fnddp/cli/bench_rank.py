@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -76,6 +76,7 @@ class Setup:
     seed: int = 0  # of the parameters and of the order of arms in a round
     is_profiled: bool = False  # measure where the time of a step goes, too
     backend: str | None = None  # that runs the segments of our plans
+    load: float = field(default_factory=lambda: os.getloadavg()[0])  # processes that ran here in the last minute
 
     @property
     def names(self) -> list[str]:
@@ -157,6 +158,7 @@ class Run:
             "seed": setup.seed,
             "torch": torch.__version__,
             "machine": f"{platform.system()} {platform.machine()}, {_processor()}",
+            "load_at_start": round(setup.load, 1),
         }
 
 

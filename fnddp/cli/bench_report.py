@@ -8,11 +8,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fnddp.cli.bench_rank import OPERATIONS, PARTS, Run
+from fnddp.cli.checks import cores
 from fnddp.cli.picture import COLOURS, dress
 from fnddp.cli.terminal import SIZES, Table, echo
 from fnddp.show.text import count
 
 RATIOS = "ratios.png"
+BUSY = 0.5  # of a load for each core, from which times are noisy
 
 
 def show(run: Run) -> None:
@@ -21,6 +23,11 @@ def show(run: Run) -> None:
     table(run).show()
     if line := verdict(run):
         echo(f"{line}\n")
+    if run.setup.load > BUSY * cores():
+        echo(
+            f"Other processes had the cores (a load of {run.setup.load:.0f} on {count(cores(), 'core')}), so times "
+            "vary: compare the quartiles, and raise --pairs\n"
+        )
     if run.setup.is_profiled:
         _profile_table(run).show()
 

@@ -161,6 +161,11 @@ def show(findings: Findings, of: Ranks, model: str) -> None:
         echo("")
         table(findings, model).show()
         echo(verdict(findings))
+        if len(set(findings.hosts)) == 1:
+            echo(
+                "These ranks share a machine. For another link: fnddp plan auto --link 200mbit --ranks N; on a "
+                "cluster, run fnddp doctor under torchrun"
+            )
 
 
 def lines(findings: Findings, of: Ranks) -> list[str]:
@@ -211,9 +216,11 @@ def verdict(findings: Findings) -> str:
     best = min(findings.costs, key=lambda each: each.seconds)
     exposed = duration(plain.step.exposed_seconds)
     if auto is plain:
-        said = f'sync="auto" keeps the plain mean here; of its step {exposed} are exposed'
+        said = f'sync="auto" keeps the plain mean; of its step {exposed} are exposed'
     else:
-        said = f'sync="auto" takes {auto.pipeline} here: {plain.seconds / auto.seconds:.2f}x as fast as the plain mean'
+        said = f'sync="auto" takes {auto.pipeline}: {plain.seconds / auto.seconds:.2f}x as fast as the plain mean'
+        if auto.seconds > (1 - MARGIN) * plain.seconds:
+            said += ", as it does not know how much of the link a backward hides"
     if best.seconds <= (1 - MARGIN) * plain.seconds:
         said = f"Compression can pay here: {said}"
     else:
