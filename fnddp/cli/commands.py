@@ -141,11 +141,12 @@ def plan(
     checks.check_imports(imports)
     sizes, by_text = checks.check_sizes(ranks), {text: checks.check_links(text) for text in links}
     parameters = checks.check_model(model, trains=False)
-    taken: dict[str, str] = {}
-    if AUTO in texts:
-        if not isinstance(sizes, int):
-            raise WrongArgument(f"auto is for the ranks of one group, got --ranks {ranks}; name a pipeline")
-        taken = {name: choice(parameters, on, world_size=sizes).taken for name, on in by_text.items()}
+    n = sizes if isinstance(sizes, int) else None
+    if AUTO in texts and n is None:
+        raise WrongArgument(f"auto is for the ranks of one group, got --ranks {ranks}; name a pipeline")
+    choices = {name: choice(parameters, on, world_size=n) for name, on in by_text.items() if AUTO in texts}
+    taken = {name: each.taken for name, each in choices.items()}
+    if choices:
         beside = [] if files else [repr(allreduce)]  # what it is compared with
         named = [each for text in texts for each in (taken.values() if text == AUTO else [text])]
         texts = list(dict.fromkeys([*named, *beside]))
@@ -167,8 +168,9 @@ def plan(
         print(json.dumps(plan_report.as_json(setting, costs) | ({"auto": taken} if taken else {}), indent=1))
     else:
         plan_report.show(setting, costs)
-        for name, text in taken.items():
-            terminal.echo(f'sync="auto" takes {text} on a link of {name}')
+        for name, each in choices.items():
+            over = f"; {each.compared}. Codecs are taken to be as fast as in the study" if each.costs else ""
+            terminal.echo(f'sync="auto" takes {each.taken} on a link of {name}{over}')
         print("".join(f"{each}\n\n" for of_pipeline in plans for each in of_pipeline if show), end="")
     return 0
 

@@ -134,6 +134,15 @@ class Choice:
         plain, best = self.costs[0], min(self.costs, key=regret)
         return plain if regret(plain) <= (1 + MARGIN) * regret(best) else best
 
+    @property
+    def compared(self) -> str:
+        """What has been compared, in words: what is taken first, then the fastest."""
+        order = sorted(
+            self.costs, key=lambda each: (each.pipeline != self.taken, each.wire_seconds + each.codec_seconds)
+        )
+        costs = [f"{each.pipeline} {duration(each.wire_seconds)} + {duration(each.codec_seconds)}" for each in order]
+        return f"at most, for collectives + codec of a step: {', '.join(costs)}"
+
     def slowest(self, others: "Sequence[Choice]") -> "Choice":
         """Return the choice by the largest costs of each pipeline; by none if one of the groups has none."""
         seconds = ("wire_seconds", "last_seconds", "codec_seconds")
@@ -318,8 +327,5 @@ def measured(leaves: Leaves, group: str | None, link: Link | None = None) -> tup
 
 
 def _line(made: Choice, found: str, seconds: float) -> str:
-    taken = made.taken
-    order = sorted(made.costs, key=lambda each: (each.pipeline != taken, each.wire_seconds + each.codec_seconds))
-    costs = [f"{each.pipeline} {duration(each.wire_seconds)} + {duration(each.codec_seconds)}" for each in order]
-    over = f"; at most, for collectives + codec of a step: {', '.join(costs)}" if costs else ""
+    taken, over = made.taken, f"; {made.compared}" if made.costs else ""
     return f'sync="auto" takes {taken}, measured in {duration(seconds)}: {found}{over}. To pin it: sync="{taken}"'
