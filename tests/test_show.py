@@ -42,7 +42,7 @@ slot 2
 slot 3
   wait c0, c2: decode, n operations
 
-on the wire: 832 B per rank; in float32: 24,960 B, 30.0x as much
+on the wire: 832 B per rank; on its link: 832 B, 30.0x fewer than a plain mean of float32
 2 rounds, 3 collectives; peak extra memory 2.0 MiB"""
 
 HOSTILE = {'<b>&"bold"</b>': torch.empty(96, 96), "line\nfeed": torch.empty(7), "": torch.empty(3)}

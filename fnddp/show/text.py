@@ -8,6 +8,7 @@ from typing import Any
 from fnddp.ir import program
 from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Collective, Name, Operation, Segment
+from fnddp.wire.kinds import ALL_REDUCE
 
 PREFIX = "fnddp "  # of everything on a profiler's clock
 
@@ -136,10 +137,12 @@ def header(plan: PlanData) -> list[str]:
 
 def footer(plan: PlanData) -> list[str]:
     """Return lines on the bytes that a step sends, and on its memory."""
-    full = 4 * _parameters(plan)
-    against = f"; in float32: {full:,} B, {full / plan.wire_bytes:.1f}x as much" if plan.wire_bytes else ""
+    ranks = {collective.group: collective.world_size for collective in plan.collectives}
+    plain = ALL_REDUCE.link_bytes(4 * _parameters(plan), next(iter(ranks.values()))) if len(ranks) == 1 else 0
+    fewer = f", {plain / plan.link_bytes:.1f}x fewer than a plain mean of float32" if plain and plan.link_bytes else ""
+    link = f"; on its link: {plan.link_bytes:,} B{fewer}" if plan.link_bytes else ""
     return [
-        f"on the wire: {plan.wire_bytes:,} B per rank{against}",
+        f"on the wire: {plan.wire_bytes:,} B per rank{link}",
         f"{count(plan.rounds, 'round')}, {count(len(plan.collectives), 'collective')}; "
         f"peak extra memory {size(plan.peak_bytes)}",
     ]
