@@ -195,6 +195,8 @@ def test_a_verdict(steps: list[float], verdict: str) -> None:
     assert bench_report.verdict(run_of(*times, [1.0] * 3, [0.1] * 3, setup=setup, silent=(2, 4))) == verdict
     alone = run_of(*times, [0.1] * 3, setup=replace(setup, peers=["none"]), silent=(2, 3))
     assert bench_report.verdict(alone) == ""
+    few = run_of([0.5], [0.6], [1.0], setup=replace(SETUP, pairs=1))
+    assert bench_report.verdict(few) == "1 round cannot tell whether allreduce is faster than ddp: raise --pairs"
     in_most = run_of([0.5, 0.5, 1.5, 1.5, 0.5], [0.9] * 5, [1.0] * 5)  # goes before what was faster in some rounds
     assert bench_report.verdict(in_most) == "Fastest: fp16(allreduce), in 0.90 of the time of ddp"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fnddp.core.agreement import agree
 from fnddp.core.parse import parse
-from fnddp.core.state import load_state_dict, parts, state_dict
+from fnddp.core.state import differing, load_state_dict, parts, state_dict
 from fnddp.core.sync import LOCAL, State, Sync
 from fnddp.core.tree import is_inexact
 from fnddp.wire import control, groups
@@ -100,8 +100,7 @@ class Checkpoint:
         have = saved[self._prefix + _PARTS]
         want = [part.key for part in parts(self._owner.sync_state)]
         if set(have) != set(want):
-            missing, unexpected = [key for key in want if key not in have], [key for key in have if key not in want]
-            raise self._unfitting(saved, f"missing {missing}, unexpected {unexpected}")
+            raise self._unfitting(saved, f"{differing(have, want)}; give that pipeline, to train on with its state")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the state.

@@ -36,7 +36,7 @@ from fnddp.cli.models import Params, load
 from fnddp.cli.network import loopback_device, sent_bytes
 from fnddp.core.options import did_you_mean
 from fnddp.core.sync import Sync
-from fnddp.run.choose import Auto
+from fnddp.run.choose import AUTO, Auto
 from fnddp.simulation.tune import Batch, Loss, standing_for, trained
 from fnddp.wire import control
 from fnddp.wire.counter import WireCounter
@@ -119,6 +119,7 @@ class Run:
     times: list[Times]  # of each arm
     hosts: list[str]  # of each rank
     threads: int  # of each rank on the CPU
+    taken: str | None = None  # what "auto" takes, if that is among the arms
 
     def ratio(self, arm: int, peer: int) -> Ratio:
         """Return the time of `arm` over that of `peer`."""
@@ -145,7 +146,7 @@ class Run:
             "model": setup.model,
             "parameters": setup.parameters,
             "ranks": ranks.count,
-            "hosts": len(set(self.hosts)),
+            "hosts": ranks.count if ranks.link else len(set(self.hosts)),
             "started_by": ranks.at.launcher if ranks.at else "fnddp",
             "threads": self.threads,
             "link": ranks.link,
@@ -159,6 +160,7 @@ class Run:
             "torch": torch.__version__,
             "machine": f"{platform.system()} {platform.machine()}, {_processor()}",
             "load_at_start": round(setup.load, 1),
+            "auto": self.taken,
         }
 
 
@@ -175,6 +177,7 @@ class Arm:
     step: Callable[[], None]  # runs one
     clear: Callable[[], None]  # drops the gradients of the last
     sends: Callable[[], object]  # passes to its collectives what a step does, where it is counted
+    pipeline: str | None = None  # that it runs in a module
 
 
 def check_peers(against: str, on: Ranks) -> tuple[list[str], dict[str, str]]:
@@ -199,15 +202,16 @@ def _arm(each: Sync | str, setup: Setup, module: nn.Module, loss: Loss, batch: B
         assert not isinstance(sync, str)  # "auto" is for modules
         return _functional(setup, module, loss, batch, sync)
     if sync is not None and setup.engine == "ddp":
-        return _module(fnddp.DistributedDataParallel(module, sync=sync, backend=setup.backend), loss, batch)
+        ours = fnddp.DistributedDataParallel(module, sync=sync, backend=setup.backend)
+        return _module(ours, loss, batch, str(ours.sync))
     if setup.compiled:
         module.compile()
     if each == "none":
         return _module(module, loss, batch)
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     if sync is not None:
-        fnddp.register(model, sync, backend=setup.backend)
-    elif each == "powersgd_hook":  # from the first step that it can
+        return _module(model, loss, batch, str(fnddp.register(model, sync, backend=setup.backend).sync))
+    if each == "powersgd_hook":  # from the first step that it can
         state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook)
     elif each != "ddp":
@@ -215,11 +219,11 @@ def _arm(each: Sync | str, setup: Setup, module: nn.Module, loss: Loss, batch: B
     return _module(model, loss, batch)
 
 
-def _module(module: nn.Module, loss: Loss, batch: Batch) -> Arm:
+def _module(module: nn.Module, loss: Loss, batch: Batch, pipeline: str | None = None) -> Arm:
     def step() -> None:
         loss(module, batch).backward()
 
-    return Arm(step, module.zero_grad, sends=step)
+    return Arm(step, module.zero_grad, step, pipeline)
 
 
 def _functional(setup: Setup, module: nn.Module, loss: Loss, batch: Batch, sync: Sync | None) -> Arm:
@@ -329,7 +333,8 @@ def measure(setup: Setup) -> Iterator[Stage | Run]:
     profiles = [profiled(arm) if setup.is_profiled else None for arm in arms]
     gathered: list[list[list[float]]] = control.all_gather_object(seconds, None)
     times = [Times([rank[i] for rank in gathered], wire_bytes[i], link_bytes[i], profiles[i]) for i in range(len(arms))]
-    yield Run(setup, times, hosts, torch.get_num_threads())
+    taken = next((arm.pipeline for arm, given in zip(arms, setup.pipelines, strict=False) if given == AUTO), None)
+    yield Run(setup, times, hosts, torch.get_num_threads(), taken)
 
 
 def counted(hosts: Sequence[str], at: RankInfo | None) -> list[str]:

@@ -11,9 +11,11 @@ from fnddp.cli.bench_rank import OPERATIONS, PARTS, Run
 from fnddp.cli.checks import cores
 from fnddp.cli.picture import COLOURS, dress
 from fnddp.cli.terminal import SIZES, Table, echo
+from fnddp.run.choose import AUTO
 from fnddp.show.text import count
 
 RATIOS = "ratios.png"
+LEAST = 3  # rounds of which quartiles say something
 BUSY = 0.5  # of a load for each core, from which times are noisy
 
 
@@ -45,6 +47,7 @@ def table(run: Run) -> Table:
     for arm, (name, times) in enumerate(zip(names, run.times, strict=True)):
         against = ["1" if peer == arm else str(run.ratio(arm, peer)) for peer in run.peers]
         bytes_sent = (f"{times.wire_bytes:,}", f"{run.link_bytes(arm):,.0f}")
+        name = f"{name}: {run.taken}" if name == AUTO and run.taken else name
         rows.append((name, f"{median(times.steps) * 1e3:.1f}", *against, *bytes_sent))
     legend = {
         "ms": "median of the steps, until the last rank was done",
@@ -67,6 +70,8 @@ def verdict(run: Run) -> str:
     # Those that were faster in most rounds go first, however fast others were in some.
     arm = min(sending, key=lambda arm: (run.ratio(arm, peer).high >= 1, run.ratio(arm, peer).median))
     ours, theirs, ratio = run.setup.names[arm], run.setup.names[peer], run.ratio(arm, peer)
+    if run.setup.pairs < LEAST:
+        return f"{count(run.setup.pairs, 'round')} cannot tell whether {ours} is faster than {theirs}: raise --pairs"
     if ratio.high < 1:
         return f"Fastest: {ours}, in {ratio.median:.2f} of the time of {theirs}"
     if ratio.low > 1:

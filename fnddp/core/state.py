@@ -1,6 +1,6 @@
 """States as flat, marked dicts: to save them, to resume from them, and to compare those of ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from fnddp.torch_private import is_foreign
 
 AFTER_ALL_WARM_UPS = 2**40
 """A step that no training run gets to."""
+
+FEW = 3  # keys that an error names
 
 
 class Part(NamedTuple):
@@ -79,13 +81,23 @@ def load_state_dict(state_template: State, saved: Mapping[str, Any]) -> State:
     WarmupState(step=2, before=(), inner=())
     """
     wanted = {part.key: part for part in parts(state_template)}
-    missing, unexpected = [key for key in wanted if key not in saved], sorted(set(saved) - set(wanted))
-    if missing or unexpected:
+    if wanted.keys() != saved.keys():
         raise ValueError(
-            f"load_state_dict: missing {missing}, unexpected {unexpected}: the state was saved from another pipeline "
-            "or other parameters; build the template with the init of the pipeline that saved it"
+            f"load_state_dict: {differing(saved, wanted)}: the state was saved from another pipeline or other "
+            "parameters; build the template with the init of the pipeline that saved it"
         )
     return tree.replace_leaves(state_template, [_loaded(part, saved[key]) for key, part in wanted.items()])
+
+
+def differing(have: Collection[str], want: Collection[str]) -> str:
+    """Return in words which keys are missing and which are too many, a few of each."""
+
+    def some(keys: list[str]) -> str:
+        more = f" and {len(keys) - FEW} more" if len(keys) > FEW else ""
+        return f"{keys[:FEW]}{more}"
+
+    missing, unexpected = [key for key in want if key not in have], sorted(set(have) - set(want))
+    return f"missing {some(missing)}, unexpected {some(unexpected)}"
 
 
 def _loaded(part: Part, value: Any) -> Any:

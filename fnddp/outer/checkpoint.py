@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fnddp.adapters.checkpoint import Checkpoint
-from fnddp.core.state import load_state_dict, parts
+from fnddp.core.state import differing, load_state_dict, parts
 from fnddp.core.sync import State
 from fnddp.outer.contract import Outer
 from fnddp.outer.shards import local
@@ -68,8 +68,7 @@ class OuterCheckpoint(Checkpoint):
         if set(saved[_PARTS]) != set(mine[_PARTS]):
             raise ValueError(
                 f"the checkpoint has the state of {saved[_OUTER]}, which does not fit {mine[_OUTER]} for this model: "
-                f"missing {sorted({*mine[_PARTS]} - {*saved[_PARTS]})}, unexpected "
-                f"{sorted({*saved[_PARTS]} - {*mine[_PARTS]})}"
+                f"{differing(saved[_PARTS], mine[_PARTS])}; give that step, to train on with its state"
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
