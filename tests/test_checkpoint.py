@@ -20,9 +20,9 @@ SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
 
 
 class Run:
-    def __init__(self, kind: str, sync: Any = SYNC, seed: int = 0) -> None:
+    def __init__(self, kind: str, sync: Any = SYNC, seed: int = 0, norms: int = 0) -> None:
         torch.manual_seed(seed)
-        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+        net = nn.Sequential(*(nn.BatchNorm1d(6) for _ in range(norms)), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
         if kind == "register":
             self.model: Any = nn.parallel.DistributedDataParallel(net)
             self.keeper: Any = fnddp.register(self.model, sync)
@@ -64,6 +64,29 @@ def test_a_run_resumes_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
         assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
         assert torch.equal(resumed.residual, whole.residual)
     assert not torch.equal(*everyones(whole.residual))
+
+
+@pytest.mark.parametrize("kind", ["module", "register"])
+@pytest.mark.parametrize("is_behind", [False, True])
+@on_ranks(2)
+def test_buffers_are_those_of_the_first_rank(rank: int, kind: str, is_behind: bool, tmp_path: Path) -> None:
+    """Each rank has its own between two forwards; DCP divides what looks replicated between ranks that write."""
+    whole = Run(kind, norms=6).train(0, 3)
+    buffers = {name: buffer.clone() for name, buffer in whole.model.module.named_buffers()}
+    assert not all(torch.equal(*everyones(buffer)) for buffer in buffers.values())
+    if is_behind:
+        async_save(tmp_path, *whole.parts, sync=whole.keeper).result()
+    else:
+        save(tmp_path, *whole.parts, sync=whole.keeper)
+    resumed = Run(kind, seed=1, norms=6)
+    load(tmp_path, *resumed.parts, sync=resumed.keeper)
+    for name, buffer in resumed.model.module.named_buffers():
+        assert torch.equal(buffer, everyones(buffers[name])[0]), name
+    resumed.train(3, 5)
+    whole.train(3, 5)
+    assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
+    for buffer, expected in zip(resumed.model.module.buffers(), whole.model.module.buffers(), strict=True):
+        assert torch.equal(buffer, expected)
 
 
 COUNTED = fnddp.warmup(SYNC, steps=1)

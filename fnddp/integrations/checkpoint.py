@@ -7,17 +7,20 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fnddp.adapters.checkpoint import Checkpoint, HasCheckpoint
 from fnddp.adapters.owners import OptimizerCheckpoint, OwnerDataParallel
+from fnddp.core.group import group_name
 from fnddp.run.hops import several
 from fnddp.torch_private import live_group
+from fnddp.wire import control
 from fnddp.wire.c10d import dedicated_to
 
 _MODEL, _OPTIMIZER, _SYNC, _MORE = "model", "optimizer", "sync", "more."
@@ -33,6 +36,8 @@ def save(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write one checkpoint of all ranks: replicated state once, local state of each rank, shards as they are.
+
+    Of buffers, such as BatchNorm's statistics, the first rank's are written: the next forward gives them to all.
 
     Args:
         folder: A folder that all ranks see.
@@ -58,7 +63,7 @@ def save(
     {'step': 7}
     >>> dist.destroy_process_group()
     """
-    state = _state(model, optimizers, _keeper(model, sync).sync_checkpoint(), more)
+    state = _of_first(_state(model, optimizers, _keeper(model, sync).sync_checkpoint(), more), model, group)
     dcp.save(state, checkpoint_id=folder, process_group=group)
 
 
@@ -84,7 +89,7 @@ def async_save(
     Returns:
         A future: `result()` waits until all is written, and raises errors.
     """
-    state = _state(model, optimizers, _keeper(model, sync).sync_checkpoint(), more)
+    state = _of_first(_state(model, optimizers, _keeper(model, sync).sync_checkpoint(), more), model, group)
     kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
     saver = group if in_process else _saver(group)
     response = dcp.async_save(state, checkpoint_id=folder, process_group=saver, async_checkpointer_type=kind)
@@ -149,6 +154,26 @@ def _state(
     # Each at the top, where alone DCP calls an object's `state_dict` and `load_state_dict`.
     each = {_MORE + name: value for name, value in (more or {}).items()}
     return {**{name: part for name, part in state.items() if part or name == _SYNC}, **each}
+
+
+def _of_first(state: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Leave out buffers that an earlier rank has, too: the first rank's count, as in forward.
+
+    Between two forwards each rank has its own (BatchNorm), of which DCP would write some of one rank, some of another.
+    """
+    if not dist.is_initialized():
+        return state
+    memories = {buffer.untyped_storage().data_ptr() for buffer in model.buffers() if not isinstance(buffer, DTensor)}
+    buffers = [
+        name
+        for name, value in state[_MODEL].items()
+        if isinstance(value, Tensor)
+        and not isinstance(value, DTensor)
+        and value.untyped_storage().data_ptr() in memories
+    ]
+    everyone: list[list[str]] = control.all_gather_object(buffers, group_name(group))
+    written = {name for before in everyone[: dist.get_rank(group)] for name in before}
+    return state | {_MODEL: {name: value for name, value in state[_MODEL].items() if name not in written}}
 
 
 def _of_owners(model: OwnerDataParallel, optimizers: Optimizer | Iterable[Optimizer]) -> OptimizerCheckpoint | None:
