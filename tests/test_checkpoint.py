@@ -170,3 +170,31 @@ def test_a_scheduler_in_more_is_written_to(rank: int, tmp_path: Path):
     model, optimizer, again = made()
     more = load(tmp_path, model, optimizer, more={"scheduler": again, "step": 0})
     assert (again.last_epoch, again.get_last_lr(), more["step"]) == (1, scheduler.get_last_lr(), 7)
+
+
+@on_ranks(2)
+def test_workers_of_an_outer_step_save_each_its_own(rank: int, tmp_path: Path) -> None:
+    """Their parameters differ, of which one checkpoint of all would have some of one and some of another."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        return net, optimizer, fnddp.outer.attach(net, optimizer, fnddp.outer.diloco(allreduce, every=4))
+
+    net, optimizer, attached = made()
+    for _ in range(6):
+        optimizer.zero_grad()
+        net(torch.ones(2, 6) * (rank + 1)).square().mean().backward()
+        optimizer.step()
+    before = parameters_of(net).clone()
+    assert not torch.equal(*everyones(before))
+    for use in (save, async_save, load):
+        with pytest.raises(ValueError, match=rf"ranks \[{1 - rank}\] are other workers of diloco"):
+            use(tmp_path / "all", net, optimizer, sync=attached)
+    alone: Any = dist.new_subgroups(1)[0]
+    save(tmp_path / f"{rank}", net, optimizer, sync=attached, group=alone)
+    again = made()
+    load(tmp_path / f"{rank}", *again[:2], sync=again[2], group=alone)
+    assert torch.equal(parameters_of(again[0]), before)
+    for each in (attached, again[2]):
+        each.detach()

@@ -1,6 +1,6 @@
 """A pipeline's state in checkpoints: torch's distributed ones, the first rank's file, or a file of each rank."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,6 +80,9 @@ class Checkpoint:
     def about(self) -> dict[str, Any]:
         """Return the entries of `state_dict` that describe it: enough for `require_fitting`."""
         return {self._prefix + key: value for key, value in self._about([]).items()}
+
+    def require_alone(self, ranks: Collection[int]) -> None:
+        """Raise a ValueError if `ranks`, which save together, have other parameters than this one."""
 
     def saved_by(self, saved: Mapping[str, Any]) -> int:
         """Return the number of ranks that saved the checkpoint `saved`."""

@@ -51,7 +51,8 @@ def save(
 
     Raises:
         TypeError: There is no pipeline in `sync` or `model`.
-        ValueError: The optimizers are not those of a model of `own`.
+        ValueError: The optimizers are not those of a model of `own`; or workers of an outer step, whose parameters
+            differ, save together.
 
     >>> import tempfile, torch, fnddp
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -63,7 +64,7 @@ def save(
     {'step': 7}
     >>> dist.destroy_process_group()
     """
-    state = _of_first(_state(model, optimizers, _keeper(model, sync).sync_checkpoint(), more), model, group)
+    state = _of_first(_state(model, optimizers, _checkpoint(model, sync, group), more), model, group)
     dcp.save(state, checkpoint_id=folder, process_group=group)
 
 
@@ -89,7 +90,7 @@ def async_save(
     Returns:
         A future: `result()` waits until all is written, and raises errors.
     """
-    state = _of_first(_state(model, optimizers, _keeper(model, sync).sync_checkpoint(), more), model, group)
+    state = _of_first(_state(model, optimizers, _checkpoint(model, sync, group), more), model, group)
     kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
     saver = group if in_process else _saver(group)
     response = dcp.async_save(state, checkpoint_id=folder, process_group=saver, async_checkpointer_type=kind)
@@ -121,8 +122,7 @@ def load(
         ValueError: The state is of another pipeline or other parameters, or of another number of shards.
         TypeError: There is no pipeline in `sync` or `model`.
     """
-    keeper = _keeper(model, sync)
-    checkpoint = keeper.sync_checkpoint()
+    keeper, checkpoint = _keeper(model, sync), _checkpoint(model, sync, group)
     about = {_SYNC: checkpoint.about()}
     try:
         dcp.load(about, checkpoint_id=folder, process_group=group)
@@ -183,6 +183,13 @@ def _of_owners(model: OwnerDataParallel, optimizers: Optimizer | Iterable[Optimi
         names, all_names = (", ".join(type(each).__name__ for each in some) for some in (given, owned))
         raise ValueError(f"a model of own saves all its optimizers ({all_names}) or none, and got {names}; give these")
     return model.optimizer_checkpoint() if given else None
+
+
+def _checkpoint(model: nn.Module, sync: HasCheckpoint | None, group: dist.ProcessGroup | None) -> Checkpoint:
+    checkpoint = _keeper(model, sync).sync_checkpoint()
+    if dist.is_initialized():
+        checkpoint.require_alone(dist.get_process_group_ranks(live_group(None) if group is None else group))
+    return checkpoint
 
 
 def _keeper(model: nn.Module, sync: HasCheckpoint | None) -> HasCheckpoint:

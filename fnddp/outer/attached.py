@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fnddp.adapters.backward import require_synchronized
@@ -22,7 +23,8 @@ from fnddp.outer.shards import Shards, local, locals_of, shards_of
 from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import untraced, without_autocast
 from fnddp.wire import control
-from fnddp.wire.c10d import C10D
+from fnddp.wire.c10d import C10D, C10d
+from fnddp.wire.groups import live_group, live_rank
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 from fnddp.wire.weights import Weight
 
@@ -281,7 +283,10 @@ class Attached:
         Each worker saves a checkpoint of its own, in a folder of its own, with the group of its shards as `group`. Any
         number of shards loads it, but for what is not like a parameter, such as PowerSGD's queries.
         """
-        return OuterCheckpoint(self, self._parameters, self._shards.place)
+        groups = (self.outer.groups or {None}) if isinstance(self._wire, C10d) and dist.is_initialized() else ()
+        workers = {rank for group in groups for rank in dist.get_process_group_ranks(live_group(group))}
+        workers -= {live_rank(None)}
+        return OuterCheckpoint(self, self._parameters, self._shards.place, workers)
 
     @property
     def plan(self) -> OuterPlan:

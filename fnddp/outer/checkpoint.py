@@ -1,7 +1,7 @@
 """An outer step's state of one worker for torch.distributed.checkpoint: shards as shards, for other numbers of them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -34,9 +34,13 @@ class OuterCheckpoint(Checkpoint):
     Args:
         parameters: The worker's parameters, by name.
         place: This rank's shard, in words; empty for a rank that has all.
+        others: Ranks of other workers.
     """
 
-    def __init__(self, owner: HasOuter, parameters: Mapping[str, nn.Parameter], place: str) -> None:
+    def __init__(
+        self, owner: HasOuter, parameters: Mapping[str, nn.Parameter], place: str, others: Collection[int]
+    ) -> None:
+        self._others = {*others}
         self._attached, self._parameters = owner, dict(sorted(parameters.items(), key=lambda each: -len(each[0])))
         self._place = f"shard {place}/" if place else ""
         whole = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
@@ -54,6 +58,15 @@ class OuterCheckpoint(Checkpoint):
             _OUTER: repr(self._attached.outer.over(None)),
             _UNSENT: json.dumps(self._attached.unsent),  # as a whole: a dict would be saved, and loaded, by its keys
         }
+
+    def require_alone(self, ranks: Collection[int]) -> None:
+        """Raise a ValueError if one of `ranks`, which save together, is of another worker."""
+        if found := sorted(self._others.intersection(ranks)):
+            raise ValueError(
+                f"ranks {found} are other workers of {self._attached.outer}, whose parameters differ between "
+                "exchanges: each worker has a checkpoint of its own, so give a folder of its own, and "
+                'group=mesh["shard"].get_group(), or for a worker of one rank group=dist.new_subgroups(1)[0]'
+            )
 
     def saved_by(self, saved: Mapping[str, Any]) -> int:
         """Return 1: the number of workers that saved it."""
