@@ -73,7 +73,11 @@ def verdict(run: Run) -> str:
     if run.setup.pairs < LEAST:
         return f"{count(run.setup.pairs, 'round')} cannot tell whether {ours} is faster than {theirs}: raise --pairs"
     if ratio.high < 1:
-        return f"Fastest: {ours}, in {ratio.median:.2f} of the time of {theirs}"
+        fastest = run.setup.names[min(sending, key=lambda arm: run.ratio(arm, peer).median)]
+        if fastest == ours:
+            return f"Fastest: {ours}, in {ratio.median:.2f} of the time of {theirs}"
+        said = f"Surely faster than {theirs}: {ours}, in {ratio.median:.2f} of its time"
+        return f"{said}; {fastest} has the least median, of rounds that differ too much to tell"
     if ratio.low > 1:
         return f"Nothing is faster than {theirs} here: {ours} comes closest, in {ratio.median:.2f} of its time"
     return f"As fast as {theirs}, as far as {count(run.setup.pairs, 'round')} can show: {ours}"
