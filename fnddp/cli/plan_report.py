@@ -159,8 +159,8 @@ def show(setting: Setting, pipelines: Sequence[Costs]) -> None:
         )
     elif setting.arrival is None and setting.step is None:
         note += (
-            " Gradients are taken to come in the reverse order of parameters: that of a module alone is not known, nor of "
-            "a model whose forward, or FILE.py:fn, needs values, which the meta device does not have."
+            " Gradients are taken to come in the reverse order of parameters: that of a module alone is not known, nor "
+            "of a model whose forward, or FILE.py:fn, needs values, which the meta device does not have."
         )
     echo(f"{setting}\n")
     Table("pipeline", {**sizes, **times}, rows, legend, note).show()
