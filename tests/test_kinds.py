@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fnddp
-from fnddp import collectives, laws, tree
+from fnddp import allgather, collectives, laws, tree
 from fnddp.laws import DONATIONS, bits, engine_step, law_6_lowered_is_eager, make_engine
 from fnddp.run.program import Buffer
 from fnddp.simulation.ranks import run_threads
@@ -147,6 +147,19 @@ def broadcast(leaves: Leaves) -> Leaves:
 def test_other_collectives_are_not_lowered():
     with pytest.raises(fnddp.LoweringError, match="no place in a schedule"):
         fnddp.lower(Applied(send=broadcast), {"w": torch.empty(12)}, world_size=4)
+
+
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+@on_ranks(2)
+def test_gathers_on_gloo_are_not_those_that_crash(rank, compiler):
+    """A race in torch frees twice what names an all_gather, where its operation is another."""
+    gradients = {"w": torch.full((3,), 1.0 + rank)}
+    step = allgather if compiler is None else torch.compile(allgather, backend=compiler, fullgraph=True)
+    with torch.profiler.profile() as profile:
+        mean, _ = step(gradients, ())
+    assert mean["w"].tolist() == [1.5] * 3
+    gathers = {event.name for event in profile.events() if "all_gather_into_tensor" in event.name}
+    assert gathers == {"_c10d_functional::all_gather_into_tensor_out"}
 
 
 @pytest.mark.thorough

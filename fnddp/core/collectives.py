@@ -26,7 +26,7 @@ from fnddp.torch_private import (
     without_modes,
 )
 from fnddp.wire import control
-from fnddp.wire.c10d import C10D
+from fnddp.wire.c10d import C10D, issue
 from fnddp.wire.counter import count_payload
 from fnddp.wire.groups import DEFAULT_GROUP, current, is_alone, live_name
 from fnddp.wire.groups import rank as rank
@@ -201,11 +201,10 @@ def _exchange_nonempty(kind: Kind, payloads: list[Tensor], op: str | None, group
         return [result.reshape(kind.joined_shape(shape, n)) for result, shape in moved]
     if world.wire is not None and not world.traced:
         return _started(world.wire, kind, payloads, op, group, n)()
-    name = group or DEFAULT_GROUP if world.traced else live_name(group)
-    if not (kind.computes or world.traced):
-        # torch 2.13 corrupts memory where many functional all_gathers of a gloo group are under way at once.
-        return [_wait(kind.trace(payload, op, n, name)) for payload in payloads]
-    issued = [kind.trace(payload, op, n, name) for payload in payloads]
+    if world.traced:
+        issued = [kind.trace(payload, op, n, group or DEFAULT_GROUP) for payload in payloads]
+    else:
+        issued = [issue(kind, payload, op, n, live_name(group)) for payload in payloads]
     return [_wait(each) for each in issued]
 
 

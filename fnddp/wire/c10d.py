@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.device import device_of
-from fnddp.torch_private import connect_again, is_torchcomms, without_modes
+from fnddp.torch_private import connect_again, functional_collectives, is_torchcomms, without_modes
 from fnddp.wire.groups import World, live_group, live_rank, live_size, within
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Kind, Work, waited
 from fnddp.wire.protocol import CollectiveError, Wire
@@ -79,6 +79,34 @@ def faster(kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: dis
     if kind in (ALL_GATHER, ALL_TO_ALL):
         return direct(send if kind.sends_rows else send.expand_as(receive), receive, group, _next_tag(group))
     return None
+
+
+def issue(kind: Kind, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
+    """Start a functional collective, in a graph too, where `kind.trace` would crash gloo; wait for the result."""
+    is_safe = kind is not ALL_GATHER or payload.device.type != "cpu"
+    return kind.trace(payload, op, n, group) if is_safe else _GATHER(payload, n, group)
+
+
+def _gather(payload: Tensor, n: int, group: str) -> Tensor:
+    if not is_gloo_on_cpu(live_group(group)):
+        return ALL_GATHER.trace(payload, None, n, group)
+    # A copy, because a compiler may use the memory of the payload again before the result is waited for.
+    return functional_collectives.all_gather_into_tensor_out(
+        payload.contiguous().clone(), n, group, out=_gathered(payload, n, group)
+    )
+
+
+def _gathered(payload: Tensor, n: int, group: str) -> Tensor:
+    return payload.new_empty(ALL_GATHER.joined_shape(tuple(payload.shape), n))
+
+
+# A group's gloo threads write the name of their last work to one string, without a lock (ProcessGroupGloo::runLoop,
+# torch 2.11 to 2.14). Two of them free the memory of a name of more than 15 characters, such as ALLGATHER_COALESCED,
+# which is torch's functional all_gather; _ALLGATHER_BASE, which is its `_out`, has none.
+torch.library.define("fnddp::all_gather", "(Tensor payload, int n, str group) -> Tensor", tags=())
+torch.library.impl("fnddp::all_gather", "CompositeExplicitAutograd", _gather)
+torch.library.register_fake("fnddp::all_gather", _gathered)
+_GATHER: Any = torch.ops.fnddp.all_gather.default
 
 
 def _next_tag(group: dist.ProcessGroup) -> int:
