@@ -82,18 +82,17 @@ def faster(kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: dis
 
 
 def issue(kind: Kind, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
-    """Start a functional collective, in a graph too, where `kind.trace` would crash gloo; wait for the result."""
+    """Start a functional collective, as `kind.trace` does, but without the gathers that can crash gloo."""
     is_safe = kind is not ALL_GATHER or payload.device.type != "cpu"
     return kind.trace(payload, op, n, group) if is_safe else _GATHER(payload, n, group)
 
 
 def _gather(payload: Tensor, n: int, group: str) -> Tensor:
-    if not is_gloo_on_cpu(live_group(group)):
-        return ALL_GATHER.trace(payload, None, n, group)
-    # A copy, because a compiler may use the memory of the payload again before the result is waited for.
-    return functional_collectives.all_gather_into_tensor_out(
-        payload.contiguous().clone(), n, group, out=_gathered(payload, n, group)
-    )
+    # A compiler may use the memory of the payload again before the result is waited for.
+    sent = payload.clone(memory_format=torch.contiguous_format)
+    if "cpu:gloo" not in dist.get_backend_config(live_group(group)):
+        return ALL_GATHER.trace(sent, None, n, group)
+    return functional_collectives.all_gather_into_tensor_out(sent, n, group, out=_gathered(payload, n, group))
 
 
 def _gathered(payload: Tensor, n: int, group: str) -> Tensor:
