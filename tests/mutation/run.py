@@ -61,8 +61,8 @@ SUITES = {
     "transforms": (("fnddp/transforms/*.py",), "transforms powersgd schedules codecs memory laws carriers"),
     "module": (
         ("fnddp/adapters/**/*.py",),
-        "stats backward adapters drop_in/ functional weights module register "
-        "wire state agreement checkpoint schedules choose transforms failures",
+        "stats backward backward_life nested_backward adapters drop_in/ functional weights module register owners "
+        "wire state agreement agreeing checkpoint schedules choose transforms failures failing_steps",
     ),
 }
 
