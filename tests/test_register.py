@@ -71,23 +71,6 @@ def test_buckets_are_leaves_where_elements_do_not_meet(rank: int, options: dict[
         assert (handle.sync_stats()["steps"], handle.sync_stats()["failed_steps"]) == (5, 1)
 
 
-@pytest.mark.parametrize("are_views", [False, True])
-@on_ranks(2)
-def test_a_mean_is_copied_into_a_bucket_only_where_gradients_are_views_of_it(rank: int, are_views: bool) -> None:
-    model = DistributedDataParallel(nn.Linear(30, 20), gradient_as_bucket_view=are_views)
-    fnddp.register(model, allreduce)
-    for step in range(4):
-        model.zero_grad()
-        loss = model(torch.ones(2, 30) + rank).sum()
-        with torch.profiler.profile(record_shapes=True) if step == 3 else nullcontext() as profile:
-            loss.backward()
-    assert profile is not None
-    copies = [each for each in profile.events() or () if each.name == "aten::copy_" and each.input_shapes[0] == [620]]
-    assert len(copies) == are_views
-    assert model.module.weight.grad is not None
-    assert torch.equal(model.module.weight.grad, torch.full((20, 30), 3.0))
-
-
 @on_ranks(2)
 def test_frozen_shared_and_sparse_parameters(rank: int) -> None:
     def make() -> nn.Module:

@@ -37,7 +37,7 @@ class Handle(PipelineHandle):
 
     def __init__(self, model: DistributedDataParallel, sync: Sync, wire: Wire, backend: str | None) -> None:
         group = group_name(model.process_group)
-        self._finds_unused, self._are_views = model.find_unused_parameters, model.gradient_as_bucket_view
+        self._finds_unused = model.find_unused_parameters
         self._module = model.module  # not the model: DDP holds this handle where gc cannot see
         self._ignored = set(model.parameters_to_ignore)
         self._parameters = _trained(model)
@@ -113,7 +113,7 @@ class Handle(PipelineHandle):
         """Give DDP the means."""
         if self._layout is not None:
             for bucket in self._pending:
-                bucket.complete_whole(mean[self._name_of(bucket)], into=self._are_views)
+                bucket.complete_whole(mean[self._name_of(bucket)])
             self._pending = []
             return
         mean_of = {p: mean[name] for p, name in self._names.items() if name in mean}
@@ -219,11 +219,9 @@ class _Bucket:
             torch_private.foreach_copy(*zip(*elsewhere, strict=True))
         self.future.set_result(result)
 
-    def complete_whole(self, mean: Tensor, *, into: bool) -> None:
-        """Give DDP the mean of the bucket, by one copy into it if gradients are views `into` it."""
-        # DDP copies from views of the result, which it takes from the begin of the result's storage.
-        is_there = mean.data_ptr() == self.buffer.data_ptr() or not (into or mean.storage_offset())
-        self.future.set_result(mean if is_there else self.buffer.copy_(mean))
+    def complete_whole(self, mean: Tensor) -> None:
+        # In one copy. DDP, which takes views from the begin of a result's storage, would copy each into its own.
+        self.future.set_result(self.buffer if mean.data_ptr() == self.buffer.data_ptr() else self.buffer.copy_(mean))
 
 
 def register(
