@@ -220,7 +220,8 @@ class _Bucket:
         self.future.set_result(result)
 
     def complete_whole(self, mean: Tensor) -> None:
-        # In one copy. DDP, which takes views from the begin of a result's storage, would copy each into its own.
+        # In one copy. DDP would copy each part of another tensor into its own, and hold that tensor until its next
+        # step, which would then need a second one.
         self.future.set_result(self.buffer if mean.data_ptr() == self.buffer.data_ptr() else self.buffer.copy_(mean))
 
 
