@@ -264,6 +264,12 @@ def live_group(name: str | None) -> dist.ProcessGroup:
     return c10d._get_default_group() if name is None else c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
 
 
+@constant_for_dynamo
+def rank_in(group: str) -> int:
+    """Return this rank in the process group called `group`, also where Dynamo traces: it has no rule for the lookup."""
+    return live_group(group).rank()
+
+
 def is_torchcomms(group: dist.ProcessGroup) -> bool:
     """Return whether torchcomms carries `group` (TORCH_DISTRIBUTED_USE_TORCHCOMMS=1), whatever its backend is called.
 

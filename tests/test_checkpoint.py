@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
+from fnddp.adapters.checkpoint import load_files, save_file
 from fnddp.integrations.checkpoint import async_save, load, save
 from fnddp.laws import bits
 from tests.peers import everyones, parameters_of, residual
@@ -134,6 +135,17 @@ def test_what_does_not_fit_is_named(rank: int, tmp_path: Path) -> None:
         load(tmp_path / "weights", *run.parts)
     with pytest.raises(TypeError, match="a DistributedDataParallel has no pipeline; pass the result of fnddp.register"):
         save(tmp_path, *Run("register").parts)
+
+
+@on_ranks(2)
+def test_each_rank_writes_a_file_into_a_folder_that_it_makes(rank: int, tmp_path: Path) -> None:
+    """As on machines that share no file system, where the first rank's folder is not theirs."""
+    folder = tmp_path / f"machine{rank}" / "run" / "checkpoint-3"
+    run = Run("module").train(0, 3)
+    save_file(run.keeper, None, folder, "sync")
+    residual = run.residual.clone()
+    assert load_files(run.train(3, 4).keeper, None, folder, "sync")
+    assert torch.equal(run.residual, residual)
 
 
 @pytest.mark.thorough

@@ -1,7 +1,10 @@
 """Steps and segments of plans that torch.compile has compiled give the numbers of eager ones, on each rank."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fnddp
@@ -56,6 +59,29 @@ def test_compiled_equals_eager(rank: int, text: str) -> None:
         expected, eager_state = step(inputs, eager_state, torch.tensor(float(i)))
         mean, compiled_state = compiled(inputs, compiled_state, torch.tensor(float(i)))
         assert_alike(sync, (mean, compiled_state), (expected, eager_state))
+
+
+@pytest.mark.parametrize("text", ["allreduce", "qsgd(allgather)", "error_feedback(fp16(two_shot))"])
+@on_ranks(4, seconds=240)
+def test_compiled_over_pairs_of_ranks(rank: int, text: str) -> None:
+    """The groups are named in the graph. What Inductor makes of it is in the test above."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    sync, inputs = fnddp.parse(text).over(pairs[rank // 2]), inputs_of(rank)
+
+    def step(inputs: dict[str, Tensor], state: Any) -> tuple[dict[str, Tensor], Any]:
+        return sync(inputs, state)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    eager_state = compiled_state = sync.init(inputs)
+    for _ in range(2):
+        expected, eager_state = step(inputs, eager_state)
+        mean, compiled_state = compiled(inputs, compiled_state)
+        got, wanted = flatten_any((mean, compiled_state))[0], flatten_any((expected, eager_state))[0]
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+        if text == "allreduce":
+            partner = inputs_of(rank ^ 1)
+            torch.testing.assert_close(mean, {name: (x + partner[name]) / 2 for name, x in inputs.items()})
 
 
 @pytest.mark.thorough

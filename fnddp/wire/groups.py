@@ -149,7 +149,11 @@ def rank(group: str | None) -> Any:
 
 def live_rank(group: str | None) -> int:
     """Return this rank in `group` of torch.distributed; 0 without it."""
-    return dist.get_rank(live_group(group)) if dist.is_initialized() else 0
+    if not dist.is_initialized():
+        return 0
+    if group is not None and torch.compiler.is_compiling():
+        return torch_private.rank_in(group)
+    return dist.get_rank(live_group(group))
 
 
 def is_alone() -> bool:
