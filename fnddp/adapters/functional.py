@@ -84,7 +84,7 @@ def value_and_grad(
         def loss_of(leaves: Leaves, *batch: Any) -> Any:
             return loss_fn(tree.unflatten(spec, leaves), *batch, **kwargs)
 
-        if torch.is_inference_mode_enabled() and not DIFFERENTIATES_INFERENCE:
+        if not DIFFERENTIATES_INFERENCE and torch.is_inference_mode_enabled():  # which breaks a graph
             raise RuntimeError(
                 f"value_and_grad: in inference mode torch {torch.__version__} gives zeros for gradients; leave it, or "
                 "install torch 2.13 or later"
