@@ -148,6 +148,21 @@ def test_each_rank_writes_a_file_into_a_folder_that_it_makes(rank: int, tmp_path
     assert torch.equal(run.residual, residual)
 
 
+@on_ranks(2)
+def test_files_that_do_not_fit_are_errors_on_all_ranks(rank: int, tmp_path: Path) -> None:
+    """Of another model on one rank, or on all: before any state is set."""
+    run, others = Run("module").train(0, 3), Run("module", norms=1).train(0, 1)
+    save_file(run.keeper, None, tmp_path / "mixed", "sync")
+    save_file(others.keeper, None, tmp_path / ("mixed" if rank == 1 else "unused"), "sync")
+    save_file(others.keeper, None, tmp_path / "other", "sync")
+    before = run.residual.clone()
+    with pytest.raises(fnddp.RankMismatchError, match="their state"):
+        load_files(run.keeper, None, tmp_path / "mixed", "sync")
+    with pytest.raises(ValueError, match="does not fit"):
+        load_files(run.keeper, None, tmp_path / "other", "sync")
+    assert torch.equal(run.residual, before)
+
+
 @pytest.mark.thorough
 @on_ranks(3)
 def test_some_ranks_save_on_their_own(rank: int, tmp_path: Path) -> None:

@@ -207,8 +207,9 @@ def load_files(owner: HasCheckpoint, group: str | None, folder: str | Path, name
         False if there is no file, on any rank.
 
     Raises:
-        FileNotFoundError, ValueError: A file is missing or of another pipeline; the other ranks raise a
-            RankMismatchError.
+        FileNotFoundError: A file is missing; the other ranks raise a RankMismatchError.
+        RankMismatchError: On all ranks: their files are of different pipelines or parameters.
+        ValueError: On all ranks: they are of another pipeline, or other parameters.
     """
     saved: dict[str, Any] = {}
 
@@ -217,8 +218,8 @@ def load_files(owner: HasCheckpoint, group: str | None, folder: str | Path, name
         first = _read(mine if mine.exists() else _path(folder, name, 0))
         wanted = shares(groups.rank(group), groups.world_size(group), first[_WORLD_SIZE])
         saved.update({key: value for r in wanted for key, value in _read(_path(folder, name, r)).items()})
-        owner.sync_checkpoint().require_fitting(saved)
-        return {"the number of ranks that saved": str(first[_WORLD_SIZE]), "their pipeline": first[_PIPELINE]}
+        about = {"the number of ranks that saved": _WORLD_SIZE, "their pipeline": _PIPELINE, "their state": _PARTS}
+        return {what: str(first[key]) for what, key in about.items()}
 
     found = any(Path(folder).glob(f"{name}-rank*.pt"))
     if b"\1" not in control.all_gather_bytes(bytes([found]), group):
