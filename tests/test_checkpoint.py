@@ -68,6 +68,18 @@ def test_a_run_resumes_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["module", "register"])
+@on_ranks(2)
+def test_a_checkpoint_before_the_first_step_changes_nothing(rank: int, kind: str, tmp_path: Path) -> None:
+    """torch fills an optimizer's state by a step of length zero, which would count: Adam's next would be its second."""
+    undisturbed, saving, resumed = Run(kind).train(0, 3), Run(kind), Run(kind, seed=1).train(0, 1)
+    save(tmp_path, *saving.parts, sync=saving.keeper)
+    load(tmp_path, *resumed.parts, sync=resumed.keeper)
+    for run in (saving, resumed):
+        run.train(0, 3)
+        assert torch.equal(parameters_of(run.model), parameters_of(undisturbed.model))
+
+
+@pytest.mark.parametrize("kind", ["module", "register"])
 @pytest.mark.parametrize("is_behind", [False, True])
 @on_ranks(2)
 def test_buffers_are_those_of_the_first_rank(rank: int, kind: str, is_behind: bool, tmp_path: Path) -> None:

@@ -695,6 +695,22 @@ def test_a_checkpoint_in_one_call(rank: int, hops: dict[str, str], saves: Any, t
         save(folders[0], owned.model, owned.optimizers[0])
 
 
+@HOPS
+@on_ranks(2)
+def test_a_checkpoint_before_the_first_step_changes_nothing(rank: int, hops: dict[str, str], tmp_path: Path):
+    folders: list[Any] = [str(tmp_path)]
+    dist.broadcast_object_list(folders)  # of the first rank
+    undisturbed, saving, resumed = Owned(hops), Owned(hops), Owned(hops)
+    save(folders[0], saving.model, saving.optimizers)
+    resumed.step(rank, 7)
+    load(folders[0], resumed.model, resumed.optimizers)
+    for step in range(2):
+        for each in (undisturbed, saving, resumed):
+            each.step(rank, step)
+    require_equal(saving.net, undisturbed.net)
+    require_equal(resumed.net, undisturbed.net)
+
+
 @on_ranks(2)
 def test_a_step_that_a_rank_leaves_out_is_a_named_error(rank: int):
     owned = Owned(EXACT, process_group=dist.new_group(timeout=timedelta(seconds=3)))

@@ -207,11 +207,16 @@ class OwnedOptimizer:
             for p, grad in zip(self.others.values(), grads, strict=True):
                 p.grad = grad
 
-    def fill_state(self) -> None:
-        """Give an optimizer without a state one, by a step of length zero: a checkpoint is loaded into it."""
-        groups = self.optimizer.param_groups
+    @contextmanager
+    def filled(self) -> Generator[None]:
+        """Give an optimizer without a state one in the block, by a step of length zero: a checkpoint is loaded into it.
+
+        That step would count in training: Adam's next one would be its second.
+        """
         if self.optimizer.state or not self.own:
+            yield
             return
+        groups = self.optimizer.param_groups
         rates, grads = [group["lr"] for group in groups], {name: p.grad for name, p in self.own.items()}
         for group in groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
@@ -223,3 +228,5 @@ class OwnedOptimizer:
             group["lr"] = rate
         for name, p in self.own.items():
             p.grad = grads[name]
+        yield
+        self.optimizer.state.clear()

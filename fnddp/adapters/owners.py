@@ -486,10 +486,10 @@ class OptimizerCheckpoint:
         model = self._model
         saved: dict[str, Any] = {}
         for each in model._sharded:  # pyright: ignore[reportPrivateUsage]
-            each.fill_state()
+            with each.filled():
+                state_of = {name: dict(each.optimizer.state.get(p, {})) for name, p in each.own.items()}
             for name, p in each.own.items():
-                state = each.optimizer.state.get(p, {})
-                entries = {f"{STATE}{name}.{key}": value for key, value in state.items()}
+                entries = {f"{STATE}{name}.{key}": value for key, value in state_of[name].items()}
                 if each.is_apart:
                     entries[f"{WEIGHTS}{name}"] = p.detach()
                 saved |= {key: self._global(each, name, p, value) for key, value in entries.items()}
@@ -508,9 +508,10 @@ class OptimizerCheckpoint:
             before = each.engine.state
             saved = {key: state_dict[f"{CODECS}{i}.{key}"] for key in of_state(before)}
             codecs.append(load_state_dict(before, saved))
-            for name, p in each.own.items():
-                keys = each.optimizer.state.get(p, {})
-                state[name] = {key: _local(state_dict[f"{STATE}{name}.{key}"]) for key in keys}
+            for name in each.own:
+                begin = f"{STATE}{name}."
+                entries = {key.removeprefix(begin): key for key in state_dict if key.startswith(begin)}
+                state[name] = {key: _local(state_dict[entry]) for key, entry in entries.items()}
                 if each.is_apart:
                     weights[name] = _local(state_dict[f"{WEIGHTS}{name}"]).clone()  # loaded in place, into the owner's
         groups = state_dict["param_groups"]

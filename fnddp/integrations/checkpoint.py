@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.constants import default_pg_timeout
@@ -23,7 +24,7 @@ from fnddp.torch_private import live_group
 from fnddp.wire import control
 from fnddp.wire.c10d import dedicated_to
 
-_MODEL, _OPTIMIZER, _SYNC, _MORE = "model", "optimizer", "sync", "more."
+_MODEL, _OPTIMIZER, _SYNC, _MORE, _HAS_STEPPED = "model", "optimizer", "sync", "more.", "has_stepped"
 
 
 def save(
@@ -64,7 +65,7 @@ def save(
     {'step': 7}
     >>> dist.destroy_process_group()
     """
-    state = _of_first(_state(model, optimizers, _checkpoint(model, sync, group), more), model, group)
+    state = _to_save(model, optimizers, _checkpoint(model, sync, group), more, group)
     dcp.save(state, checkpoint_id=folder, process_group=group)
 
 
@@ -90,7 +91,7 @@ def async_save(
     Returns:
         A future: `result()` waits until all is written, and raises errors.
     """
-    state = _of_first(_state(model, optimizers, _checkpoint(model, sync, group), more), model, group)
+    state = _to_save(model, optimizers, _checkpoint(model, sync, group), more, group)
     kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
     saver = group if in_process else _saver(group)
     response = dcp.async_save(state, checkpoint_id=folder, process_group=saver, async_checkpointer_type=kind)
@@ -137,6 +138,12 @@ def load(
     dcp.load(state, checkpoint_id=folder, process_group=group)
     if not isinstance(model, OwnerDataParallel):  # which has been loaded in place
         set_state_dict(model, optimizers, model_state_dict=state[_MODEL], optim_state_dict=state.get(_OPTIMIZER, {}))
+    has_stepped = {_HAS_STEPPED: True}
+    dcp.load(
+        has_stepped, checkpoint_id=folder, process_group=group, planner=DefaultLoadPlanner(allow_partial_load=True)
+    )
+    for each in several(optimizers) if not has_stepped[_HAS_STEPPED] else ():
+        each.state.clear()  # a step of length zero has made what was written
     return {name: state[_MORE + name] for name in more or ()}
 
 
@@ -146,23 +153,35 @@ def _state(
     checkpoint: Checkpoint,
     more: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
+    without_state = [each for each in several(optimizers) if not each.state]
     if isinstance(model, OwnerDataParallel):
         weights, moments = get_model_state_dict(model), _of_owners(model, optimizers)
     else:
         weights, moments = get_state_dict(model, optimizers)
+    for each in without_state:
+        each.state.clear()  # which torch fills by a step of length zero: that step would count in training
     state = {_MODEL: weights, _OPTIMIZER: moments, _SYNC: checkpoint}
     # Each at the top, where alone DCP calls an object's `state_dict` and `load_state_dict`.
     each = {_MORE + name: value for name, value in (more or {}).items()}
     return {**{name: part for name, part in state.items() if part or name == _SYNC}, **each}
 
 
-def _of_first(state: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Leave out buffers that an earlier rank has, too: the first rank's count, as in forward.
+def _to_save(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    checkpoint: Checkpoint,
+    more: Mapping[str, Any] | None,
+    group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
+    """Return what is written: of buffers those of the first rank alone, and whether a step has been taken yet.
 
-    Between two forwards each rank has its own (BatchNorm), of which DCP would write some of one rank, some of another.
+    Between two forwards each rank has buffers of its own (BatchNorm), of which DCP would write some of one rank, some
+    of another.
     """
+    has_stepped = any(each.state for each in several(optimizers))
+    state = _state(model, optimizers, checkpoint, more)
     if not dist.is_initialized():
-        return state
+        return state | {_HAS_STEPPED: has_stepped}
     memories = {buffer.untyped_storage().data_ptr() for buffer in model.buffers() if not isinstance(buffer, DTensor)}
     buffers = [
         name
@@ -171,9 +190,10 @@ def _of_first(state: dict[str, Any], model: nn.Module, group: dist.ProcessGroup 
         and not isinstance(value, DTensor)
         and value.untyped_storage().data_ptr() in memories
     ]
-    everyone: list[list[str]] = control.all_gather_object(buffers, group_name(group))
-    written = {name for before in everyone[: dist.get_rank(group)] for name in before}
-    return state | {_MODEL: {name: value for name, value in state[_MODEL].items() if name not in written}}
+    everyone: list[tuple[list[str], bool]] = control.all_gather_object((buffers, has_stepped), group_name(group))
+    written = {name for before, _ in everyone[: dist.get_rank(group)] for name in before}
+    weights = {name: value for name, value in state[_MODEL].items() if name not in written}
+    return state | {_MODEL: weights, _HAS_STEPPED: any(has for _, has in everyone)}
 
 
 def _of_owners(model: OwnerDataParallel, optimizers: Optimizer | Iterable[Optimizer]) -> OptimizerCheckpoint | None:
