@@ -8,6 +8,7 @@ themselves, because that takes seconds.
 # ruff: noqa: E402
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -521,6 +522,21 @@ def put_last(tensor: Tensor, handle: Any) -> None:
 def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]:
     """Return the optimizers that `torch.distributed.optim._apply_optimizer_in_backward` has set on `parameter`."""
     return getattr(parameter, "_in_backward_optimizers", ())
+
+
+@contextmanager
+def without_step_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> Generator[None]:
+    """Keep hooks of the steps of `optimizers` from running: a step that fills their state is none of training."""
+    names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    pairs = [(each, name) for each in optimizers for name in names if hasattr(each, name)]
+    hooks: list[tuple[Any, str, Any]] = [(each, name, getattr(each, name)) for each, name in pairs]
+    for each, name, _ in hooks:
+        setattr(each, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for each, name, before in hooks:
+            setattr(each, name, before)
 
 
 def take_over_optimizers_in_backward(parameters: Iterable[Tensor]) -> None:

@@ -71,10 +71,20 @@ def test_a_run_resumes_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_checkpoint_before_the_first_step_changes_nothing(rank: int, kind: str, tmp_path: Path) -> None:
     """torch fills an optimizer's state by a step of length zero, which would count: Adam's next would be its second."""
-    undisturbed, saving, resumed = Run(kind).train(0, 3), Run(kind), Run(kind, seed=1).train(0, 1)
+    undisturbed, saving, new, resumed = (
+        Run(kind).train(0, 3),
+        Run(kind),
+        Run(kind, seed=2),
+        Run(kind, seed=1).train(0, 1),
+    )
+    steps: list[Any] = []
+    for run in (saving, new, resumed):
+        run.optimizer.register_step_post_hook(lambda *given: steps.append(given))
     save(tmp_path, *saving.parts, sync=saving.keeper)
-    load(tmp_path, *resumed.parts, sync=resumed.keeper)
-    for run in (saving, resumed):
+    for run in (new, resumed):
+        load(tmp_path, *run.parts, sync=run.keeper)
+    assert not steps
+    for run in (saving, new, resumed):
         run.train(0, 3)
         assert torch.equal(parameters_of(run.model), parameters_of(undisturbed.model))
 

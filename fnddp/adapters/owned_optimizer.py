@@ -17,6 +17,7 @@ from fnddp.reducers.carriers import all_gather
 from fnddp.reducers.halves import Owners, to_all, with_halves
 from fnddp.run.engine import Engine
 from fnddp.run.hops import codecs_of, mark_states
+from fnddp.torch_private import without_step_hooks
 from fnddp.transforms.memory import ef21
 
 
@@ -222,7 +223,7 @@ class OwnedOptimizer:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         for p in self.own.values():
             p.grad = torch.zeros_like(p)
-        with self.without_others():
+        with self.without_others(), without_step_hooks([self.optimizer]):
             type(self.optimizer).step(self.optimizer)
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate

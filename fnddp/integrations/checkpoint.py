@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint: model, optimizers and the pipeline's state in one call of all ranks."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from fnddp.adapters.checkpoint import Checkpoint, HasCheckpoint
 from fnddp.adapters.owners import OptimizerCheckpoint, OwnerDataParallel
 from fnddp.core.group import group_name
 from fnddp.run.hops import several
-from fnddp.torch_private import live_group
+from fnddp.torch_private import live_group, without_step_hooks
 from fnddp.wire import control
 from fnddp.wire.c10d import dedicated_to
 
@@ -65,7 +65,7 @@ def save(
     {'step': 7}
     >>> dist.destroy_process_group()
     """
-    state = _to_save(model, optimizers, _checkpoint(model, sync, group), more, group)
+    state = _to_save(model, several(optimizers), _checkpoint(model, sync, group), more, group)
     dcp.save(state, checkpoint_id=folder, process_group=group)
 
 
@@ -91,7 +91,7 @@ def async_save(
     Returns:
         A future: `result()` waits until all is written, and raises errors.
     """
-    state = _to_save(model, optimizers, _checkpoint(model, sync, group), more, group)
+    state = _to_save(model, several(optimizers), _checkpoint(model, sync, group), more, group)
     kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
     saver = group if in_process else _saver(group)
     response = dcp.async_save(state, checkpoint_id=folder, process_group=saver, async_checkpointer_type=kind)
@@ -123,7 +123,7 @@ def load(
         ValueError: The state is of another pipeline or other parameters, or of another number of shards.
         TypeError: There is no pipeline in `sync` or `model`.
     """
-    keeper, checkpoint = _keeper(model, sync), _checkpoint(model, sync, group)
+    keeper, checkpoint, stepping = _keeper(model, sync), _checkpoint(model, sync, group), several(optimizers)
     about = {_SYNC: checkpoint.about()}
     try:
         dcp.load(about, checkpoint_id=folder, process_group=group)
@@ -134,32 +134,29 @@ def load(
         ) from error
     checkpoint.require_fitting(about[_SYNC])
     checkpoint.adopt_pipeline(about[_SYNC])
-    state = _state(model, optimizers, keeper.sync_checkpoint(checkpoint.saved_by(about[_SYNC])), more)
+    state = _state(model, stepping, keeper.sync_checkpoint(checkpoint.saved_by(about[_SYNC])), more)
     dcp.load(state, checkpoint_id=folder, process_group=group)
     if not isinstance(model, OwnerDataParallel):  # which has been loaded in place
-        set_state_dict(model, optimizers, model_state_dict=state[_MODEL], optim_state_dict=state.get(_OPTIMIZER, {}))
-    has_stepped = {_HAS_STEPPED: True}
-    dcp.load(
-        has_stepped, checkpoint_id=folder, process_group=group, planner=DefaultLoadPlanner(allow_partial_load=True)
-    )
-    for each in several(optimizers) if not has_stepped[_HAS_STEPPED] else ():
+        with without_step_hooks(stepping):
+            set_state_dict(model, stepping, model_state_dict=state[_MODEL], optim_state_dict=state.get(_OPTIMIZER, {}))
+    stepped, if_known = {_HAS_STEPPED: True}, DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(stepped, checkpoint_id=folder, process_group=group, planner=if_known)
+    for each in stepping if not stepped[_HAS_STEPPED] else ():
         each.state.clear()  # a step of length zero has made what was written
     return {name: state[_MORE + name] for name in more or ()}
 
 
 def _state(
     model: nn.Module,
-    optimizers: Optimizer | Iterable[Optimizer],
+    optimizers: Sequence[Optimizer],
     checkpoint: Checkpoint,
     more: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    without_state = [each for each in several(optimizers) if not each.state]
     if isinstance(model, OwnerDataParallel):
         weights, moments = get_model_state_dict(model), _of_owners(model, optimizers)
     else:
-        weights, moments = get_state_dict(model, optimizers)
-    for each in without_state:
-        each.state.clear()  # which torch fills by a step of length zero: that step would count in training
+        with without_step_hooks(optimizers):
+            weights, moments = get_state_dict(model, optimizers)
     state = {_MODEL: weights, _OPTIMIZER: moments, _SYNC: checkpoint}
     # Each at the top, where alone DCP calls an object's `state_dict` and `load_state_dict`.
     each = {_MORE + name: value for name, value in (more or {}).items()}
@@ -168,7 +165,7 @@ def _state(
 
 def _to_save(
     model: nn.Module,
-    optimizers: Optimizer | Iterable[Optimizer],
+    optimizers: Sequence[Optimizer],
     checkpoint: Checkpoint,
     more: Mapping[str, Any] | None,
     group: dist.ProcessGroup | None,
@@ -178,8 +175,11 @@ def _to_save(
     Between two forwards each rank has buffers of its own (BatchNorm), of which DCP would write some of one rank, some
     of another.
     """
-    has_stepped = any(each.state for each in several(optimizers))
+    without_state = [each for each in optimizers if not each.state]
+    has_stepped = len(without_state) < len(optimizers)
     state = _state(model, optimizers, checkpoint, more)
+    for each in without_state:
+        each.state.clear()  # which torch has filled by a step of length zero: it would count in training
     if not dist.is_initialized():
         return state | {_HAS_STEPPED: has_stepped}
     memories = {buffer.untyped_storage().data_ptr() for buffer in model.buffers() if not isinstance(buffer, DTensor)}
@@ -196,8 +196,7 @@ def _to_save(
     return state | {_MODEL: weights, _HAS_STEPPED: any(has for _, has in everyone)}
 
 
-def _of_owners(model: OwnerDataParallel, optimizers: Optimizer | Iterable[Optimizer]) -> OptimizerCheckpoint | None:
-    given = several(optimizers)
+def _of_owners(model: OwnerDataParallel, given: Sequence[Optimizer]) -> OptimizerCheckpoint | None:
     owned = model.optimizers
     if given and {*map(id, given)} != {*map(id, owned)}:
         names, all_names = (", ".join(type(each).__name__ for each in some) for some in (given, owned))
