@@ -5,6 +5,7 @@ Last, steps over a wire whose ranks come and go: what a step that is none leaves
 
 import logging
 import re
+import weakref
 from typing import Any
 
 import numpy as np
@@ -240,6 +241,27 @@ def test_overlapping_steps_send_in_the_order_in_which_they_began():
 
 
 # What it computes in
+
+
+@pytest.mark.parametrize(
+    ("text", "is_free"), [("allreduce", True), ("fp16(allreduce)", True), ("error_feedback(fp16(allreduce))", False)]
+)
+def test_a_small_gradient_is_free_when_it_has_arrived(text: str, is_free: bool):
+    """It is copied to what is sent, while it is in the cache, if that is all that a plan does with it."""
+    sync, specs = fnddp.parse(text), {path: LeafSpec.of(leaf) for path, leaf in GRADS.items()}
+    options: dict[str, Any] = {"donation": Donation(), "learns_order": False, "wire": AloneWire()}
+    engine = engines.Engine(sync, specs, state=sync.init(GRADS), **options)
+    engine.begin()
+    engine.run(GRADS)  # the first step asks whether there are weights
+    step, grads = engine.begin(), {path: leaf.clone() for path, leaf in GRADS.items()}
+    references = [weakref.ref(each) for each in grads.values()]
+    with torch.no_grad():
+        for path in list(grads)[:-1]:
+            step.feed(path, grads.pop(path))
+        assert [each() is None for each in references] == [is_free, is_free, False]
+        step.feed(*grads.popitem())
+        mean = step.finish().mean
+    assert bits(mean) == bits(GRADS)
 
 
 @pytest.mark.parametrize("text", ["allreduce", "powersgd(allreduce, min_compression_rate=0)"])

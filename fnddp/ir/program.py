@@ -256,6 +256,7 @@ class Segment:
         launches: The collective that is issued at the end.
         operations: The computation of `run`, to be shown.
         commits: True if it runs after all collectives and the vote, when no other rank can fail the step any more.
+        fills: Where gradients are copied as they arrive, while they are in the cache, by leaf; `run` does not get them.
     """
 
     slot: int
@@ -268,6 +269,7 @@ class Segment:
     launches: Collective | None
     operations: tuple[Operation, ...]
     commits: bool
+    fills: tuple[tuple[str, Sent], ...] = ()
 
 
 class LoweringError(TypeError):

@@ -145,6 +145,7 @@ class Input(NamedTuple):
     leaf: LeafSpec
     register: int | None  # of the gradient; None for a leaf that was dropped
     like: tuple[Any, ...] | None  # shape, dtype, device and strides of gradients that are used without a copy
+    slot: int | None  # the register of the memory that it is copied to as it arrives
     is_cloned: bool  # if a caller holds the gradient, since it is written over
     is_own: bool  # not reduced over ranks
 
@@ -189,7 +190,8 @@ class Program:
         self._numbers: list[int] | None = None  # counters and sizes for which the plan last held
         state = [part for part in plan.state if isinstance(part, Name)]
         of_segments = chain.from_iterable((*segment.inputs, *segment.outputs) for segment in segments)
-        names = dict.fromkeys([*of_segments, *plan.means.values(), *state, *plan.memories.values()])
+        fills = {path: place for segment in segments for path, place in segment.fills}
+        names = dict.fromkeys([*of_segments, *fills.values(), *plan.means.values(), *state, *plan.memories.values()])
         register = {name: index for index, name in enumerate(names)}
 
         def all_of(kind: type[T]) -> list[tuple[int, T]]:
@@ -212,20 +214,23 @@ class Program:
         self.stream = memory.stream(self.device) if is_static else None
         self.overwrites, self.hides_nonfinite = plan.overwrites, plan.sync.hides_nonfinite
         register_of = {name.path: index for index, name in all_of(Grad)}
-        self.inputs = [self._input(path, register_of.get(path), plan, clones_shared) for path in plan.leaves]
+        slots = {path: register[place] for path, place in fills.items()}
+        self.inputs = [
+            self._input(path, register_of.get(path), slots.get(path), plan, clones_shared) for path in plan.leaves
+        ]
         self.positions = {path: position for position, path in enumerate(plan.leaves)}
         needed_by = {path: i for i, segment in enumerate(segments) for path in segment.needs}
         self.segment_of = [needed_by.get(path, len(segments)) for path in plan.leaves]
         self.needed = [*(len(segment.needs) for segment in segments), len(plan.leaves) + 1]
         self.is_polled = not self.device.is_asynchronous and any(one.waits and not one.commits for one in segments)
 
-    def _input(self, path: str, register: int | None, plan: Plan, clones_shared: bool) -> Input:
+    def _input(self, path: str, register: int | None, slot: int | None, plan: Plan, clones_shared: bool) -> Input:
         leaf = plan.leaves[path]
         # Autograd conjugates complex gradients lazily, and negates imaginary parts: views with gaps, or scalars.
-        is_plain = register is not None and leaf.shape and not leaf.dtype.is_complex
+        is_plain = (register is not None or slot is not None) and leaf.shape and not leaf.dtype.is_complex
         like = (leaf.shape, leaf.dtype, leaf.device, leaf.stride) if is_plain else None
         is_own = not plan.sync.reduces(path)
-        return Input(path, leaf, register, like, clones_shared and path in plan.overwrites, is_own)
+        return Input(path, leaf, register, like, slot, clones_shared and path in plan.overwrites, is_own)
 
     def is_for(self, parts: Sequence[Any]) -> bool:
         """Return True if its plan holds for the counters in `parts`, and the present sizes of its groups."""

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from fnddp.core.tree import Leaves, is_inexact
 from fnddp.device import Stream
@@ -131,6 +131,8 @@ class Step:
         self._weight, self._plain_scale, self._is_weighing = weight, scale, False
         is_weighed = has_weight or (exchanges_weights is not False and has_peers)
         self._scale: float | None = None if is_weighed and vote is not None else scale
+        hides = self._watches and program.hides_nonfinite
+        self._copies_at_once = self._scale == 1 and not self._must_rerun and not hides
         self._ahead = [weakref.ref(step) for step in ahead]
         self._behind: list[weakref.ref[Step]] = []
         for step in ahead:
@@ -178,6 +180,8 @@ class Step:
     def put(self, position: int, grad: Tensor, *, keep: bool = False) -> bool:
         """Add the gradient of the leaf at `position`. The step may write over it, unless `keep` is True.
 
+        A small one that is only copied to what is sent is copied now, while it is in the cache, and is free.
+
         If its shape, dtype or device is not the leaf's, `advance` or `agree` raises a ValueError.
 
         Returns:
@@ -190,9 +194,20 @@ class Step:
         if position in self._put:
             raise UnexpectedGradient(program.inputs[position].path, grad, "has arrived already in this step")
         self._put.add(position)
-        if keep and program.inputs[position].path in program.overwrites:
-            grad = grad.clone()
-        self._pending.append((position, grad))
+        each = program.inputs[position]
+        if (
+            each.slot is not None
+            and self._copies_at_once
+            and (grad.shape, grad.dtype, grad.device, grad.stride()) == each.like
+            and not is_grad_enabled()
+        ):
+            self._values[each.slot].copy_(grad)
+        else:
+            if keep and each.path in program.overwrites:
+                grad = grad.clone()
+            self._pending.append((position, grad))
+        if self._learns_order:
+            self._arrived.append(each.path)
         if program.stream is not None:
             self._streams.add(program.device.current())
         segment = program.segment_of[position]
@@ -443,7 +458,7 @@ class Step:
         self._next = len(self._program.segments)
 
     def _close(self) -> None:
-        self.is_open = False
+        self.is_open = self._copies_at_once = False
         self._values, self._buffers, self._pending, self._rerun_grads, self._works = [], [], [], [], {}
         self._ended(self)
         self.parts = []
@@ -517,8 +532,6 @@ class Step:
         program, values, inputs = self._program, self._values, self._program.inputs
         if self._must_rerun:
             self._rerun_grads += pending
-        if self._learns_order:
-            self._arrived += [inputs[position].path for position, _ in pending]
         if program.stream is not None:
             for stream in self._streams:
                 program.device.wait(program.stream, stream)
@@ -535,7 +548,9 @@ class Step:
             each = inputs[position]
             register = each.register
             is_plain = (grad.shape, grad.dtype, grad.device, grad.stride()) == each.like
-            if is_plain and register is not None:
+            if is_plain and each.slot is not None:
+                values[each.slot].copy_(grad)
+            elif is_plain and register is not None:
                 values[register] = grad.clone() if each.is_cloned and is_held(grad) else grad
             else:
                 self._ingest_unusual(each, grad)
@@ -543,9 +558,11 @@ class Step:
     def _ingest_unusual(self, each: Input, grad: Tensor) -> None:
         if not each.leaf.is_like(grad):
             raise UnexpectedGradient(each.path, grad, leaf=each.leaf)
+        grad = grad.resolve_conj().resolve_neg()  # plans were traced without these bits
+        if each.slot is not None:
+            self._values[each.slot].copy_(grad)
         if each.register is None:
             return
-        grad = grad.resolve_conj().resolve_neg()  # plans were traced without these bits
         if grad.stride() != each.leaf.stride:
             grad = each.leaf.empty().copy_(grad)
         elif each.is_cloned and is_held(grad):

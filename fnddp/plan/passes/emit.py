@@ -5,15 +5,30 @@ It is straight-line Python code of calls, which frees each value when it has bee
 
 import linecache
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Operation, Received, Scratch, Segment, Sent, Span, Temp
+from fnddp.device import device_of
+from fnddp.ir.program import (
+    Collective,
+    Grad,
+    LeafSpec,
+    Mean,
+    Name,
+    Operation,
+    Received,
+    Scratch,
+    Segment,
+    Sent,
+    Span,
+    Temp,
+)
 from fnddp.plan.draft import Draft, DraftSegment
 from fnddp.plan.graph import is_light, is_tensor, launch, launch_of, output_nodes, take, take_of, value
 from fnddp.plan.passes.foreach import is_in_place, is_whole
@@ -52,6 +67,7 @@ def emit(draft: Draft) -> tuple[Segment, ...]:
                 launches=None if segment.launches is None else launch_of(segment.launches)[1],
                 operations=tuple(code.operations),
                 commits=segment.commits,
+                fills=tuple(code.fills.items()),
             )
         )
     return tuple(segments)
@@ -147,6 +163,15 @@ class Script:
         return self._names[id(value)]
 
 
+class _Copy(NamedTuple):
+    """A copy of the value of a node, in the shape of its place."""
+
+    source: fx.Node
+    place: Name
+    memory: Variable
+    shape: Sequence[int]
+
+
 class _Emitter:
     """The code of one segment while it is written, with the variables of all values that it uses."""
 
@@ -154,6 +179,7 @@ class _Emitter:
         self.inputs: dict[Name, Variable] = {}
         self.made: dict[fx.Node, Variable] = {}
         self.operations: list[Operation] = []
+        self.fills: dict[str, Sent] = {}
         self.script = Script()
         self._placement, self._names = draft.placement, draft.names
         self._is_compiled = draft.request.backend == "inductor"
@@ -189,25 +215,27 @@ class _Emitter:
 
     def _compute_all(self, nodes: Sequence[fx.Node]) -> None:
         first = nodes[0]
-        operands = [self._values(node.args[0]) for node in nodes]
         rest = self._values(first.args[1:])
         if len(first.args) > 1 and is_tensor(first.args[1]):
             rest = [[self._values(node.args[1]) for node in nodes]]
         options = self._values(first.kwargs)
         if first not in self._placement.targets:
+            operands = [self._values(node.args[0]) for node in nodes]
             results = self.script.call_for(len(nodes), FOREACH[first.target][0], [operands, *rest], options)
             self.made.update(zip(nodes, results, strict=True))
             self._record(first, len(nodes))
             return
-        places = operands.copy()
-        elsewhere = [i for i, node in enumerate(nodes) if not is_in_place(node, self._placement)]
-        for i in elsewhere:
-            places[i] = self._destination(self._placement.targets[nodes[i]], nodes[i])
-        if elsewhere:
-            self.script.call(foreach_copy, [[places[i] for i in elsewhere], [operands[i] for i in elsewhere]])
-            copied = nodes[elsewhere[0]]
-            place = name_of(self._placement.targets[copied], self._names)
-            self._record_copy(place, copied.args[0], len(elsewhere))
+        places: list[Variable] = []
+        elsewhere: list[_Copy] = []
+        for node in nodes:
+            if is_in_place(node, self._placement):
+                places.append(self._values(node.args[0]))
+            else:
+                target = self._placement.targets[node]
+                places.append(self._destination(target, node))
+                source: Any = node.args[0]
+                elsewhere.append(_Copy(source, name_of(target, self._names), places[-1], value(source).shape))
+        self._copy(elsewhere)
         self.made.update(zip(nodes, places, strict=True))
         if first.target in COPIES:
             return
@@ -257,22 +285,43 @@ class _Emitter:
                 self._copy_into([place])
 
     def _copy_into(self, copies: Sequence[tuple[fx.Node, Collective, int]]) -> None:
+        given = [(source, Sent(each.index, position), each.sent_shape(position)) for source, each, position in copies]
+        self._copy([_Copy(source, place, self._input(place), shape) for source, place, shape in given])
+
+    def _copy(self, copies: Sequence["_Copy"]) -> None:
         if not copies:
             return
-        places: list[Variable] = []
+        count = Counter(copy.source for copy in copies)
         values: list[Variable] = []
-        for source, collective, position in copies:
-            made, shape = self._value(source), collective.sent_shape(position)
-            if shape != tuple(value(source).shape):
-                made = self.script.call(aten.reshape.default, [made, list(shape)])
-            places.append(self._input(Sent(collective.index, position)))
+        places: list[Variable] = []
+        for copy in copies:
+            grad = self._names.get(copy.source)
+            if (
+                isinstance(grad, Grad)
+                and isinstance(copy.place, Sent)
+                and count[copy.source] == 1
+                and self._fills(copy)
+            ):
+                self.fills[grad.path] = copy.place
+                continue
+            made = self._value(copy.source)
+            if tuple(copy.shape) != tuple(value(copy.source).shape):
+                made = self.script.call(aten.reshape.default, [made, list(copy.shape)])
             values.append(made)
-        if len(copies) > 1:
+            places.append(copy.memory)
+        if len(places) > 1:
             self.script.call(foreach_copy, [places, values])
-        else:
+        elif places:
             self.script.call(aten.copy_.default, [places[0], values[0]])
-        source, collective, position = copies[0]
-        self._record_copy(Sent(collective.index, position), source, len(copies))
+        self._record_copy(copies[0].place, copies[0].source, len(copies))
+
+    def _fills(self, copy: "_Copy") -> bool:
+        """Return True if a gradient may be copied when it arrives: a small one, of which that is the only use."""
+        grad, source = value(copy.source), copy.source
+        is_read_again = len(source.users) > 1 or source in self._placement.overwritten
+        is_plain = tuple(copy.shape) == tuple(grad.shape) and not grad.dtype.is_complex
+        runs_at_once = not self._is_compiled and not device_of(grad.device).is_asynchronous
+        return is_light(source) and is_plain and runs_at_once and not is_read_again
 
     def _values(self, arguments: Any) -> Any:
         to_variable: Any = self._value

@@ -7,8 +7,9 @@ the next state, which no collective needs, come last, when all collectives are c
 on another rank: until then nothing is written over, and no encoding waits for a collective.
 
 The cost of an operation on small tensors is its call, so alike ones run side by side, for a later pass to join: those
-of a bucket wait for its last gradient. The cost of an operation on large tensors is its pass over memory, so each runs
-as soon as it can, while its operands are in the cache and its result is soon free.
+of a bucket wait for its last gradient (but for copies, which the CPU makes as gradients arrive: see `Segment.fills`).
+The cost of an operation on large tensors is its pass over memory, so each runs as soon as it can, while its operands
+are in the cache and its result is soon free.
 """
 
 import heapq
