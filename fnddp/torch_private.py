@@ -267,7 +267,7 @@ def live_group(name: str | None) -> dist.ProcessGroup:
 
 @constant_for_dynamo
 def rank_in(group: str) -> int:
-    """Return this rank in the process group called `group`, also where Dynamo traces: it has no rule for the lookup."""
+    """Return this rank in the process group called `group`. Dynamo, which cannot trace the lookup, calls it."""
     return live_group(group).rank()
 
 
@@ -526,7 +526,7 @@ def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]
 
 @contextmanager
 def without_step_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> Generator[None]:
-    """Keep hooks of the steps of `optimizers` from running: a step that fills their state is none of training."""
+    """Run no hooks of the steps of `optimizers` in the block, where a step only fills their state."""
     names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
     pairs = [(each, name) for each in optimizers for name in names if hasattr(each, name)]
     hooks: list[tuple[Any, str, Any]] = [(each, name, getattr(each, name)) for each, name in pairs]

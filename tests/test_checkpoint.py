@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
@@ -87,6 +88,20 @@ def test_a_checkpoint_before_the_first_step_changes_nothing(rank: int, kind: str
     for run in (saving, new, resumed):
         run.train(0, 3)
         assert torch.equal(parameters_of(run.model), parameters_of(undisturbed.model))
+
+
+@on_ranks(2)
+def test_an_optimizer_that_has_not_stepped_stays_so(rank: int, tmp_path: Path) -> None:
+    """Beside one that has. What fails on the way to it leaves no state behind, either."""
+    saving, resumed = Run("module").train(0, 1), Run("module", seed=1)
+    optimizers = [(each.optimizer, torch.optim.Adam(each.model.parameters())) for each in (saving, resumed)]
+    save(tmp_path, saving.model, optimizers[0])
+    assert not optimizers[0][1].state
+    with pytest.raises(CheckpointException):
+        load(tmp_path, resumed.model, optimizers[1], more={"step": 0})
+    assert not any(each.state for each in optimizers[1])
+    load(tmp_path, resumed.model, optimizers[1])
+    assert [bool(each.state) for each in optimizers[1]] == [True, False]
 
 
 @pytest.mark.parametrize("kind", ["module", "register"])
@@ -172,7 +187,7 @@ def test_each_rank_writes_a_file_into_a_folder_that_it_makes(rank: int, tmp_path
 
 @on_ranks(2)
 def test_files_that_do_not_fit_are_errors_on_all_ranks(rank: int, tmp_path: Path) -> None:
-    """Of another model on one rank, or on all: before any state is set."""
+    """Of another model on one rank, on all, or among those that a rank reads: before any state is set."""
     run, others = Run("module").train(0, 3), Run("module", norms=1).train(0, 1)
     save_file(run.keeper, None, tmp_path / "mixed", "sync")
     save_file(others.keeper, None, tmp_path / ("mixed" if rank == 1 else "unused"), "sync")
@@ -182,6 +197,9 @@ def test_files_that_do_not_fit_are_errors_on_all_ranks(rank: int, tmp_path: Path
         load_files(run.keeper, None, tmp_path / "mixed", "sync")
     with pytest.raises(ValueError, match="does not fit"):
         load_files(run.keeper, None, tmp_path / "other", "sync")
+    alone = [dist.new_group([0]), dist.new_group([1])][rank].group_name
+    with pytest.raises(ValueError, match="files of different runs"):
+        load_files(run.keeper, alone, tmp_path / "mixed", "sync")
     assert torch.equal(run.residual, before)
 
 

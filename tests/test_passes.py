@@ -115,6 +115,10 @@ APPLIED = {
     "a chain of one kind": Applied(before=thrice),
     "a chain of one kind, behind": Applied(after=thrice),
     "what is read twice": Applied(before=lambda x: (y := x * 3) * y),
+    "gradients that are read twice": Applied(before=lambda x: x * x),
+    "gradients that are sent twice": Applied(
+        send=lambda leaves: {p: summed({"": x, " ": x})[" "] for p, x in leaves.items()}
+    ),
     "alpha and a number": Applied(before=added_twice),
     "alpha and a number, behind": Applied(after=added_twice),
     "shapes that change in place": Applied(before=turned),

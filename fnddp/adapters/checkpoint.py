@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -207,9 +208,10 @@ def load_files(owner: HasCheckpoint, group: str | None, folder: str | Path, name
         False if there is no file, on any rank.
 
     Raises:
-        FileNotFoundError: A file is missing; the other ranks raise a RankMismatchError.
-        RankMismatchError: On all ranks: their files are of different pipelines or parameters.
-        ValueError: On all ranks: they are of another pipeline, or other parameters.
+        FileNotFoundError, ValueError: A file is missing, or files that this rank reads have other entries; the other
+            ranks raise a RankMismatchError.
+        RankMismatchError: On all ranks: their files have other entries.
+        ValueError: On all ranks: all files are of another pipeline, or other parameters.
     """
     saved: dict[str, Any] = {}
 
@@ -217,9 +219,11 @@ def load_files(owner: HasCheckpoint, group: str | None, folder: str | Path, name
         mine = _path(folder, name, groups.rank(group))
         first = _read(mine if mine.exists() else _path(folder, name, 0))
         wanted = shares(groups.rank(group), groups.world_size(group), first[_WORLD_SIZE])
-        saved.update({key: value for r in wanted for key, value in _read(_path(folder, name, r)).items()})
-        about = {"the number of ranks that saved": _WORLD_SIZE, "their pipeline": _PIPELINE, "their state": _PARTS}
-        return {what: str(first[key]) for what, key in about.items()}
+        for each in map(_read, (_path(folder, name, r) for r in wanted)):
+            if _origin(each) != _origin(first):
+                raise ValueError(f"{folder} has files of different runs: {_origin(first)}, and {_origin(each)}")
+            saved.update(each)
+        return _origin(first)
 
     found = any(Path(folder).glob(f"{name}-rank*.pt"))
     if b"\1" not in control.all_gather_bytes(bytes([found]), group):
@@ -227,6 +231,16 @@ def load_files(owner: HasCheckpoint, group: str | None, folder: str | Path, name
     agree(read, group)  # before any state is set
     load_gathered(owner, saved)
     return True
+
+
+def _origin(saved: Mapping[str, Any]) -> dict[str, str]:
+    """Return what files that were saved together have in common."""
+    entries = "\n".join(sorted(saved[_PARTS])).encode()
+    return {
+        "the number of ranks that saved": str(saved[_WORLD_SIZE]),
+        "their pipeline": saved[_PIPELINE],
+        "their state": f"{len(saved[_PARTS])} entries, whose names have the sum {crc32(entries):08x}",
+    }
 
 
 def _path(folder: str | Path, name: str, rank: int) -> Path:

@@ -212,22 +212,24 @@ class OwnedOptimizer:
     def filled(self) -> Generator[None]:
         """Give an optimizer without a state one in the block, by a step of length zero: a checkpoint is loaded into it.
 
-        That step would count in training: Adam's next one would be its second.
+        Behind the block it has none again, since that step would count in training: Adam's next were its second.
         """
         if self.optimizer.state or not self.own:
             yield
             return
         groups = self.optimizer.param_groups
         rates, grads = [group["lr"] for group in groups], {name: p.grad for name, p in self.own.items()}
-        for group in groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        for p in self.own.values():
-            p.grad = torch.zeros_like(p)
-        with self.without_others(), without_step_hooks([self.optimizer]):
-            type(self.optimizer).step(self.optimizer)
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
-        for name, p in self.own.items():
-            p.grad = grads[name]
-        yield
-        self.optimizer.state.clear()
+        try:
+            for group in groups:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+            for p in self.own.values():
+                p.grad = torch.zeros_like(p)
+            with self.without_others(), without_step_hooks([self.optimizer]):
+                type(self.optimizer).step(self.optimizer)
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+            for name, p in self.own.items():
+                p.grad = grads[name]
+            self.optimizer.state.clear()

@@ -430,7 +430,11 @@ class OwnerDataParallel(DistributedDataParallel):
             each.engine.state = codecs
 
     def optimizer_checkpoint(self) -> "OptimizerCheckpoint":
-        """Return the state of all optimizers for torch.distributed.checkpoint, without gathering it anywhere."""
+        """Return the state of all optimizers for torch.distributed.checkpoint, without gathering it anywhere.
+
+        Before the first step it is that behind a step of length zero, as torch saves it, which counts where it is
+        loaded; `fnddp.integrations.checkpoint.save` notes that there was none.
+        """
         return OptimizerCheckpoint(self)
 
     def _names(self, each: OwnedOptimizer) -> list[list[str]]:

@@ -24,7 +24,7 @@ from fnddp.torch_private import live_group, without_step_hooks
 from fnddp.wire import control
 from fnddp.wire.c10d import dedicated_to
 
-_MODEL, _OPTIMIZER, _SYNC, _MORE, _HAS_STEPPED = "model", "optimizer", "sync", "more.", "has_stepped"
+_MODEL, _OPTIMIZER, _SYNC, _MORE, _STEPPED = "model", "optimizer", "sync", "more.", "stepped"
 
 
 def save(
@@ -113,7 +113,8 @@ def load(
     (`fnddp.adapters.checkpoint.shares`), so that no residual is lost.
 
     Args:
-        folder, model, optimizers, sync, group: See `save`; model, optimizers and state are written to.
+        folder, model, optimizers, sync, group: See `save`; model, optimizers and state are written to. Give several
+            optimizers in the order in which they were saved.
         more: The names in `more` of `save`. Objects with a `load_state_dict` are written to.
 
     Returns:
@@ -134,15 +135,20 @@ def load(
         ) from error
     checkpoint.require_fitting(about[_SYNC])
     checkpoint.adopt_pipeline(about[_SYNC])
-    state = _state(model, stepping, keeper.sync_checkpoint(checkpoint.saved_by(about[_SYNC])), more)
-    dcp.load(state, checkpoint_id=folder, process_group=group)
-    if not isinstance(model, OwnerDataParallel):  # which has been loaded in place
-        with without_step_hooks(stepping):
-            set_state_dict(model, stepping, model_state_dict=state[_MODEL], optim_state_dict=state.get(_OPTIMIZER, {}))
-    stepped, if_known = {_HAS_STEPPED: True}, DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(stepped, checkpoint_id=folder, process_group=group, planner=if_known)
-    for each in stepping if not stepped[_HAS_STEPPED] else ():
-        each.state.clear()  # a step of length zero has made what was written
+    fresh, stepped = _without_state(stepping), {_STEPPED: [True for _ in stepping]}
+    try:
+        state = _state(model, stepping, keeper.sync_checkpoint(checkpoint.saved_by(about[_SYNC])), more)
+        dcp.load(state, checkpoint_id=folder, process_group=group)
+        if_known = DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load(stepped, checkpoint_id=folder, process_group=group, planner=if_known)
+        if not isinstance(model, OwnerDataParallel):  # which has been loaded in place
+            moments = state.get(_OPTIMIZER, {})
+            with without_step_hooks(stepping):
+                set_state_dict(model, stepping, model_state_dict=state[_MODEL], optim_state_dict=moments)
+    except BaseException:
+        _clear(fresh)
+        raise
+    _clear([each for each, has_stepped in zip(stepping, stepped[_STEPPED], strict=False) if not has_stepped])
     return {name: state[_MORE + name] for name in more or ()}
 
 
@@ -170,18 +176,19 @@ def _to_save(
     more: Mapping[str, Any] | None,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
-    """Return what is written: of buffers those of the first rank alone, and whether a step has been taken yet.
+    """Return what is written: the first rank's buffers, and which optimizers have taken a step on any rank.
 
     Between two forwards each rank has buffers of its own (BatchNorm), of which DCP would write some of one rank, some
     of another.
     """
-    without_state = [each for each in optimizers if not each.state]
-    has_stepped = len(without_state) < len(optimizers)
-    state = _state(model, optimizers, checkpoint, more)
-    for each in without_state:
-        each.state.clear()  # which torch has filled by a step of length zero: it would count in training
+    fresh = _without_state(optimizers)
+    stepped = [each not in fresh for each in optimizers]
+    try:
+        state = _state(model, optimizers, checkpoint, more)
+    finally:
+        _clear(fresh)
     if not dist.is_initialized():
-        return state | {_HAS_STEPPED: has_stepped}
+        return state | {_STEPPED: stepped}
     memories = {buffer.untyped_storage().data_ptr() for buffer in model.buffers() if not isinstance(buffer, DTensor)}
     buffers = [
         name
@@ -190,10 +197,21 @@ def _to_save(
         and not isinstance(value, DTensor)
         and value.untyped_storage().data_ptr() in memories
     ]
-    everyone: list[tuple[list[str], bool]] = control.all_gather_object((buffers, has_stepped), group_name(group))
+    everyone: list[tuple[list[str], list[bool]]] = control.all_gather_object((buffers, stepped), group_name(group))
     written = {name for before, _ in everyone[: dist.get_rank(group)] for name in before}
     weights = {name: value for name, value in state[_MODEL].items() if name not in written}
-    return state | {_MODEL: weights, _HAS_STEPPED: any(has for _, has in everyone)}
+    return state | {_MODEL: weights, _STEPPED: [any(has) for has in zip(*(has for _, has in everyone), strict=True)]}
+
+
+def _without_state(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return those to which torch, to save or to load, gives a state by a step of length zero."""
+    return [each for each in optimizers if not each.state]
+
+
+def _clear(optimizers: Sequence[Optimizer]) -> None:
+    """Take that state away: its step would count in training, so that Adam's first were its second."""
+    for each in optimizers:
+        each.state.clear()
 
 
 def _of_owners(model: OwnerDataParallel, given: Sequence[Optimizer]) -> OptimizerCheckpoint | None:

@@ -254,9 +254,10 @@ class Segment:
         inputs, outputs: The arguments and results of `run`.
         frees: Values that nothing reads after it.
         launches: The collective that is issued at the end.
-        operations: The computation of `run`, to be shown.
+        operations: The computation of `run`, and the copies of `fills`, to be shown.
         commits: True if it runs after all collectives and the vote, when no other rank can fail the step any more.
-        fills: Where gradients are copied as they arrive, while they are in the cache, by leaf; `run` does not get them.
+        fills: Gradients that are only copied, and their places in what is sent. They are no inputs of `run`: each may
+            be copied when it arrives, while it is in the cache.
     """
 
     slot: int

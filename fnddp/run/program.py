@@ -143,9 +143,9 @@ class Input(NamedTuple):
 
     path: str
     leaf: LeafSpec
-    register: int | None  # of the gradient; None for a leaf that was dropped
-    like: tuple[Any, ...] | None  # shape, dtype, device and strides of gradients that are used without a copy
-    slot: int | None  # the register of the memory that it is copied to as it arrives
+    register: int | None  # of the gradient; None for a leaf that was dropped, or has a slot
+    like: tuple[Any, ...] | None  # shape, dtype, device and strides of gradients that are used as they are
+    slot: int | None  # of a gradient that is only copied: the register of its place in what is sent
     is_cloned: bool  # if a caller holds the gradient, since it is written over
     is_own: bool  # not reduced over ranks
 
@@ -191,7 +191,7 @@ class Program:
         state = [part for part in plan.state if isinstance(part, Name)]
         of_segments = chain.from_iterable((*segment.inputs, *segment.outputs) for segment in segments)
         fills = {path: place for segment in segments for path, place in segment.fills}
-        names = dict.fromkeys([*of_segments, *fills.values(), *plan.means.values(), *state, *plan.memories.values()])
+        names = dict.fromkeys([*of_segments, *plan.means.values(), *state, *plan.memories.values()])
         register = {name: index for index, name in enumerate(names)}
 
         def all_of(kind: type[T]) -> list[tuple[int, T]]:

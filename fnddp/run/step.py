@@ -17,7 +17,7 @@ from fnddp.run.nonfinite import has_nonfinite, unless
 from fnddp.run.program import BoundSegment, Input, Program, UnexpectedGradient
 from fnddp.run.vote import EndedSteps, StepFailedError, Vote
 from fnddp.show.trace import Observer, profiled
-from fnddp.torch_private import has_modes, is_held, is_profiling, without_autocast, without_modes
+from fnddp.torch_private import foreach_copy, has_modes, is_held, is_profiling, without_autocast, without_modes
 from fnddp.wire.counter import count_payload
 from fnddp.wire.kinds import Work, waited
 from fnddp.wire.protocol import CollectiveError, Elastic
@@ -131,8 +131,9 @@ class Step:
         self._weight, self._plain_scale, self._is_weighing = weight, scale, False
         is_weighed = has_weight or (exchanges_weights is not False and has_peers)
         self._scale: float | None = None if is_weighed and vote is not None else scale
-        hides = self._watches and program.hides_nonfinite
-        self._copies_at_once = self._scale == 1 and not self._must_rerun and not hides
+        self._copies_at_once = (
+            self._scale == 1 and self._observer is None
+        )  # else they count as computation of a segment
         self._ahead = [weakref.ref(step) for step in ahead]
         self._behind: list[weakref.ref[Step]] = []
         for step in ahead:
@@ -146,6 +147,7 @@ class Step:
             self._observer.begins()
         self._buffers, self._values = program.begin(self.parts)
         self._pending: list[tuple[int, Tensor]] = []  # gradients from `put`, for `_ingest`
+        self._to_copy: list[tuple[Tensor, Tensor]] = []  # those that are only copied, for `_run`, with their places
         self._streams: set[Stream] = set()  # where those were computed
         self._remaining = program.needed.copy()
         self._gave_nonfinite: Tensor | bool = False
@@ -180,7 +182,8 @@ class Step:
     def put(self, position: int, grad: Tensor, *, keep: bool = False) -> bool:
         """Add the gradient of the leaf at `position`. The step may write over it, unless `keep` is True.
 
-        A small one that is only copied to what is sent is copied now, while it is in the cache, and is free.
+        On the CPU a small one that is only copied is copied now, while it is in the cache, unless a weight or a scale
+        may come, the step is measured, or gradients are enabled.
 
         If its shape, dtype or device is not the leaf's, `advance` or `agree` raises a ValueError.
 
@@ -459,7 +462,8 @@ class Step:
 
     def _close(self) -> None:
         self.is_open = self._copies_at_once = False
-        self._values, self._buffers, self._pending, self._rerun_grads, self._works = [], [], [], [], {}
+        self._values, self._buffers, self._pending, self._to_copy = [], [], [], []
+        self._rerun_grads, self._works = [], {}
         self._ended(self)
         self.parts = []
 
@@ -549,7 +553,7 @@ class Step:
             register = each.register
             is_plain = (grad.shape, grad.dtype, grad.device, grad.stride()) == each.like
             if is_plain and each.slot is not None:
-                values[each.slot].copy_(grad)
+                self._to_copy.append((values[each.slot], grad))
             elif is_plain and register is not None:
                 values[register] = grad.clone() if each.is_cloned and is_held(grad) else grad
             else:
@@ -560,7 +564,7 @@ class Step:
             raise UnexpectedGradient(each.path, grad, leaf=each.leaf)
         grad = grad.resolve_conj().resolve_neg()  # plans were traced without these bits
         if each.slot is not None:
-            self._values[each.slot].copy_(grad)
+            self._to_copy.append((self._values[each.slot], grad))
         if each.register is None:
             return
         if grad.stride() != each.leaf.stride:
@@ -590,6 +594,9 @@ class Step:
             if index in self._works:
                 self._wait(index)
         with _NOTHING if observer is None else observer.computes(segment, self._program.device, self._program.stream):
+            if self._to_copy:
+                copies, self._to_copy = self._to_copy, []
+                foreach_copy(*zip(*copies, strict=True))
             made = segment.run(*[values[register] for register in bound.inputs])
         for register, value in zip(bound.outputs, made, strict=True):
             values[register] = value

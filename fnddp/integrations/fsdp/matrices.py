@@ -23,7 +23,7 @@ from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
 from fnddp.integrations.fsdp.unit import layers_of, require_codecs
 from fnddp.reducers.carriers import allgather
-from fnddp.reducers.halves import OwnerRows, Owners
+from fnddp.reducers.halves import OwnerRows, Owners, to_all
 from fnddp.run.hops import has_closure, mark_states
 from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import between_step_hooks, untraced
@@ -95,12 +95,20 @@ class Matrices:
     def _row_bytes(self, name: str) -> int:
         return self._shards.sent_shape(name).numel() * self._parameters[name].element_size()
 
+    def _whole(self, name: str, shard: DTensor) -> Tensor:
+        """Return all of a matrix, or of what its optimizer keeps of it. All ranks call it.
+
+        `full_tensor` runs torch's functional all_gather, which may end a rank on gloo: see `fnddp.wire.c10d`.
+        """
+        mean, _ = to_all(group=self._group, owners=self._shards)({name: shard.to_local().detach()}, ())
+        return mean[name]
+
     def _gather(self) -> None:
         """Take whole matrices from all shards, at first and after others have written to those."""
         for name, p in self._parameters.items():
-            whole = p.full_tensor().detach()
+            whole = self._whole(name, p)
             of_shards = {} if self._begun else self.optimizer.state.pop(p, {})
-            state = {key: v.full_tensor() if isinstance(v, DTensor) else v for key, v in of_shards.items()}
+            state = {key: self._whole(name, v) if isinstance(v, DTensor) else v for key, v in of_shards.items()}
             if self.owners.owner(name) != self._rank:
                 continue
             if name in self._own:

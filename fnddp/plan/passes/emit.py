@@ -50,7 +50,10 @@ def emit(draft: Draft) -> tuple[Segment, ...]:
     kept = {name_of(node, draft.names) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
     kept |= {name_of(memory, draft.names) for memory in draft.placement.memories.values()}
     segments: list[Segment] = []
-    written = [_Emitter(segment, draft) for segment in draft.segments]
+    reads: Counter[fx.Node] = Counter()
+    for node in draft.graph.nodes:
+        fx.map_arg((node.args, node.kwargs), lambda read: reads.update([read]))
+    written = [_Emitter(segment, draft, reads) for segment in draft.segments]
     last_read = {name: i for i, code in enumerate(written) for name in code.inputs}
     for i, (segment, code) in enumerate(zip(draft.segments, written, strict=True)):
         outputs = [node for node in code.made if name_of(node, draft.names) in kept or Temp(node.name) in last_read]
@@ -175,7 +178,8 @@ class _Copy(NamedTuple):
 class _Emitter:
     """The code of one segment while it is written, with the variables of all values that it uses."""
 
-    def __init__(self, segment: DraftSegment, draft: Draft) -> None:
+    def __init__(self, segment: DraftSegment, draft: Draft, reads: Counter[fx.Node]) -> None:
+        self._reads = reads
         self.inputs: dict[Name, Variable] = {}
         self.made: dict[fx.Node, Variable] = {}
         self.operations: list[Operation] = []
@@ -291,17 +295,11 @@ class _Emitter:
     def _copy(self, copies: Sequence["_Copy"]) -> None:
         if not copies:
             return
-        count = Counter(copy.source for copy in copies)
         values: list[Variable] = []
         places: list[Variable] = []
         for copy in copies:
             grad = self._names.get(copy.source)
-            if (
-                isinstance(grad, Grad)
-                and isinstance(copy.place, Sent)
-                and count[copy.source] == 1
-                and self._fills(copy)
-            ):
+            if isinstance(grad, Grad) and isinstance(copy.place, Sent) and self._fills(copy):
                 self.fills[grad.path] = copy.place
                 continue
             made = self._value(copy.source)
@@ -316,12 +314,12 @@ class _Emitter:
         self._record_copy(copies[0].place, copies[0].source, len(copies))
 
     def _fills(self, copy: "_Copy") -> bool:
-        """Return True if a gradient may be copied when it arrives: a small one, of which that is the only use."""
+        """Return True if a gradient may be copied when it arrives: a small one that nothing else reads or writes."""
         grad, source = value(copy.source), copy.source
-        is_read_again = len(source.users) > 1 or source in self._placement.overwritten
+        is_alone = self._reads[source] == 1 and source not in self._placement.overwritten
         is_plain = tuple(copy.shape) == tuple(grad.shape) and not grad.dtype.is_complex
         runs_at_once = not self._is_compiled and not device_of(grad.device).is_asynchronous
-        return is_light(source) and is_plain and runs_at_once and not is_read_again
+        return is_alone and is_plain and runs_at_once and is_light(source)
 
     def _values(self, arguments: Any) -> Any:
         to_variable: Any = self._value
