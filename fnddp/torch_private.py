@@ -528,6 +528,7 @@ def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]
 def without_step_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> Generator[None]:
     """Run no hooks of the steps of `optimizers` in the block, where a step only fills their state."""
     names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    # A wrapper, such as Accelerate's, has no hooks of its own.
     pairs = [(each, name) for each in optimizers for name in names if hasattr(each, name)]
     hooks: list[tuple[Any, str, Any]] = [(each, name, getattr(each, name)) for each, name in pairs]
     for each, name, _ in hooks:

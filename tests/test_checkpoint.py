@@ -72,12 +72,8 @@ def test_a_run_resumes_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_checkpoint_before_the_first_step_changes_nothing(rank: int, kind: str, tmp_path: Path) -> None:
     """torch fills an optimizer's state by a step of length zero, which would count: Adam's next would be its second."""
-    undisturbed, saving, new, resumed = (
-        Run(kind).train(0, 3),
-        Run(kind),
-        Run(kind, seed=2),
-        Run(kind, seed=1).train(0, 1),
-    )
+    undisturbed, saving = Run(kind).train(0, 3), Run(kind)
+    new, resumed = Run(kind, seed=2), Run(kind, seed=1).train(0, 1)
     steps: list[Any] = []
     for run in (saving, new, resumed):
         run.optimizer.register_step_post_hook(lambda *given: steps.append(given))

@@ -161,12 +161,17 @@ def ray_folder() -> Iterator[Path]:
         try:
             yield Path(folder)
         finally:
-            deadline = time.monotonic() + 10  # most end when they see that the script has; on a busy machine, not all
-            while started_in(folder) and time.monotonic() < deadline:
-                time.sleep(0.2)
             for process in started_in(folder):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
+            wait_for_end(folder, 30)
+            assert started_in(folder) == []
+
+
+def wait_for_end(folder: Path | str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while started_in(folder) and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def started_in(folder: Path | str) -> list[int]:
@@ -189,6 +194,9 @@ def test_ray(ray_folder: Path, tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES": "",  # of which it would want two
         "RAY_AUTH_TOKEN": uuid4().hex,  # else it writes one into the home folder
     }
+    before = set(Path("/dev/shm").glob("plasma*"))
     trainer = start(sys.executable, EXAMPLES / "ray_train.py", "--folder", tmp_path, **own)
     (said,) = all_said([trainer], 2 * SECONDS)  # Ray starts a dozen processes, which beside other tests takes minutes
     assert said.count("the run that was interrupted has the same parameters to the bit: yes") == 1
+    wait_for_end(ray_folder, 30)  # most end when they see that the script has; on a busy machine, not all
+    assert set(Path("/dev/shm").glob("plasma*")) <= before

@@ -227,7 +227,7 @@ class Program:
     def _input(self, path: str, register: int | None, slot: int | None, plan: Plan, clones_shared: bool) -> Input:
         leaf = plan.leaves[path]
         # Autograd conjugates complex gradients lazily, and negates imaginary parts: views with gaps, or scalars.
-        is_plain = (register is not None or slot is not None) and leaf.shape and not leaf.dtype.is_complex
+        is_plain = leaf.shape and not leaf.dtype.is_complex
         like = (leaf.shape, leaf.dtype, leaf.device, leaf.stride) if is_plain else None
         is_own = not plan.sync.reduces(path)
         return Input(path, leaf, register, like, slot, clones_shared and path in plan.overwrites, is_own)

@@ -131,9 +131,8 @@ class Step:
         self._weight, self._plain_scale, self._is_weighing = weight, scale, False
         is_weighed = has_weight or (exchanges_weights is not False and has_peers)
         self._scale: float | None = None if is_weighed and vote is not None else scale
-        self._copies_at_once = (
-            self._scale == 1 and self._observer is None
-        )  # else they count as computation of a segment
+        # Where pieces are measured, copies count as the computation of their segment.
+        self._copies_at_once = self._scale == 1 and self._observer is None
         self._ahead = [weakref.ref(step) for step in ahead]
         self._behind: list[weakref.ref[Step]] = []
         for step in ahead:
@@ -552,9 +551,7 @@ class Step:
             each = inputs[position]
             register = each.register
             is_plain = (grad.shape, grad.dtype, grad.device, grad.stride()) == each.like
-            if is_plain and each.slot is not None:
-                self._to_copy.append((values[each.slot], grad))
-            elif is_plain and register is not None:
+            if is_plain and register is not None:
                 values[register] = grad.clone() if each.is_cloned and is_held(grad) else grad
             else:
                 self._ingest_unusual(each, grad)

@@ -292,7 +292,7 @@ class _Emitter:
         given = [(source, Sent(each.index, position), each.sent_shape(position)) for source, each, position in copies]
         self._copy([_Copy(source, place, self._input(place), shape) for source, place, shape in given])
 
-    def _copy(self, copies: Sequence["_Copy"]) -> None:
+    def _copy(self, copies: Sequence[_Copy]) -> None:
         if not copies:
             return
         values: list[Variable] = []
@@ -313,7 +313,7 @@ class _Emitter:
             self.script.call(aten.copy_.default, [places[0], values[0]])
         self._record_copy(copies[0].place, copies[0].source, len(copies))
 
-    def _fills(self, copy: "_Copy") -> bool:
+    def _fills(self, copy: _Copy) -> bool:
         """Return True if a gradient may be copied when it arrives: a small one that nothing else reads or writes."""
         grad, source = value(copy.source), copy.source
         is_alone = self._reads[source] == 1 and source not in self._placement.overwritten
