@@ -489,9 +489,8 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def has_other_hooks(parameter: Tensor) -> bool:
-    """Return whether several hooks, or an optimizer, are called when a gradient has been accumulated in `parameter`."""
-    hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
-    return len(hooks or ()) > 1 or bool(optimizers_in_backward(parameter))
+    """Return whether several hooks are called when a gradient has been accumulated in `parameter`, which has one."""
+    return len(parameter._post_accumulate_grad_hooks) > 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 without_torch_function: Any = _C._disabled_torch_function_impl  # a subclass that sees operations at their dispatch

@@ -400,6 +400,7 @@ class FastPath:
                 or self.task != current_backward()
                 or position in self.excluded
                 or grad.is_sparse
+                or torch_private.has_other_hooks(parameter)
             ):
                 take(parameter)
             else:

@@ -163,6 +163,7 @@ class Program:
         segment_of: For each leaf the segment that first needs it. Leaves that only the result needs count for an extra
             entry at the end, which is never complete.
         needed: For each segment the number of leaves that it needs.
+        dtypes: The dtype of each leaf.
         hides_nonfinite: See `Sync.hides_nonfinite`.
         is_polled: True if segments also wait for collectives that the host must poll.
         device: Where the leaves are.
@@ -209,7 +210,8 @@ class Program:
         self._slices = [*all_of(Sent), *all_of(Received), *all_of(Span)]
         known: dict[Any, Tensor] = {**plan.constants, **{name: spec.empty() for name, spec in plan.scratch.items()}}
         self._constants = [known.get(name) for name in names]
-        self._filled: tuple[list[Buffer], list[Any]] | None = None  # the buffers of the last step, and their slices
+        # The buffers of the last step, registers with their slices, and the places of gradients that are only copied.
+        self._filled: tuple[list[Buffer], list[Any], list[Tensor | None]] | None = None
         self.device = device_of(next((leaf.device for leaf in plan.leaves.values()), torch.device("cpu")))
         self.stream = memory.stream(self.device) if is_static else None
         self.overwrites, self.hides_nonfinite = plan.overwrites, plan.sync.hides_nonfinite
@@ -218,6 +220,7 @@ class Program:
         self.inputs = [
             self._input(path, register_of.get(path), slots.get(path), plan, clones_shared) for path in plan.leaves
         ]
+        self.dtypes = [leaf.dtype for leaf in plan.leaves.values()]
         self.positions = {path: position for position, path in enumerate(plan.leaves)}
         needed_by = {path: i for i, segment in enumerate(segments) for path in segment.needs}
         self.segment_of = [needed_by.get(path, len(segments)) for path in plan.leaves]
@@ -245,15 +248,20 @@ class Program:
             self._numbers = numbers
         return True
 
-    def begin(self, parts: Sequence[Any]) -> tuple[list[Buffer], list[Any]]:
-        """Return the buffers of a step, and its registers with what is known before it, from the parts of the state."""
+    def begin(self, parts: Sequence[Any]) -> tuple[list[Buffer], list[Any], list[Tensor | None]]:
+        """Return the buffers of a step, its registers with what is known before it, and places of gradients.
+
+        These are for the gradients that are only copied, by position; None for the others.
+        """
         buffers = [pool.take() for pool in self.pools]
         if self._filled is None or any(a is not b for a, b in zip(buffers, self._filled[0], strict=True)):
             values = self._constants.copy()
             for register, name in self._slices:
                 values[register] = buffers[name.collective].view(name)
-            self._filled = buffers, values
-        values = self._filled[1].copy()
+            slots = [None if each.slot is None else values[each.slot] for each in self.inputs]
+            self._filled = buffers, values, slots
+        _, filled, slots = self._filled
+        values = filled.copy()
         for register, divisor in self._divisors:
             values[register] = self.wire.size(divisor.group)
         for register, mean in self._results:
@@ -262,13 +270,12 @@ class Program:
             part = parts[index]
             is_held = is_overwritten and storage_use_count(part) > 1  # by a caller
             values[register] = part.clone() if is_held else part
-        return buffers, values
+        return buffers, values, slots
 
     def end(self, values: list[Any]) -> tuple[Leaves, list[Any]]:
         """Return the means, and the parts of the next state, from the registers of a step that has run."""
         # New tensors (not views, which would hold what they view): a caller that holds one of them holds its memory.
-        made = {path: values[register] for path, register in self._means.items()}
-        means = {path: value.data for path, value in made.items() if value is not None}
+        means = {path: mean.data for path, i in self._means.items() if (mean := values[i]) is not None}
         parts = [part if register is None else values[register] for register, part in self._state]
         for path, register in self._memories.items():
             self._memory.give_mean(path, values[register].view(self.leaves[path].shape).data)

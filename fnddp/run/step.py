@@ -14,7 +14,7 @@ from fnddp.core.tree import Leaves, is_inexact
 from fnddp.device import Stream
 from fnddp.ir.program import Collective, Segment
 from fnddp.run.nonfinite import has_nonfinite, unless
-from fnddp.run.program import BoundSegment, Input, Program, UnexpectedGradient
+from fnddp.run.program import BoundSegment, Program, UnexpectedGradient
 from fnddp.run.vote import EndedSteps, StepFailedError, Vote
 from fnddp.show.trace import Observer, profiled
 from fnddp.torch_private import foreach_copy, has_modes, is_held, is_profiling, without_autocast, without_modes
@@ -144,13 +144,13 @@ class Step:
         program = self._program
         if self._observer is not None:
             self._observer.begins()
-        self._buffers, self._values = program.begin(self.parts)
+        self._buffers, self._values, self._slots = program.begin(self.parts)
         self._pending: list[tuple[int, Tensor]] = []  # gradients from `put`, for `_ingest`
         self._to_copy: list[tuple[Tensor, Tensor]] = []  # those that are only copied, for `_run`, with their places
         self._streams: set[Stream] = set()  # where those were computed
         self._remaining = program.needed.copy()
         self._gave_nonfinite: Tensor | bool = False
-        self._put = set[int]()  # positions of the leaves that have arrived
+        self._put = bytearray(len(program.inputs))  # by position: 1 for leaves that have arrived
         self._works: dict[int, Work] = {}
         self._next = 0
         self._polled = 0.0
@@ -160,7 +160,8 @@ class Step:
     @property
     def missing(self) -> frozenset[str]:
         """The leaves that have not arrived."""
-        return frozenset(each.path for i, each in enumerate(self._program.inputs) if i not in self._put)
+        inputs = self._program.inputs
+        return frozenset(each.path for each, has_arrived in zip(inputs, self._put, strict=True) if not has_arrived)
 
     @property
     def has_sent(self) -> bool:
@@ -193,23 +194,25 @@ class Step:
             ValueError: The gradient has arrived already.
         """
         program = self._program
-        if position in self._put:
+        if self._put[position]:
             raise UnexpectedGradient(program.inputs[position].path, grad, "has arrived already in this step")
-        self._put.add(position)
-        each = program.inputs[position]
+        self._put[position] = 1
+        slot = self._slots[position] if self._copies_at_once else None
         if (
-            each.slot is not None
-            and self._copies_at_once
-            and (grad.shape, grad.dtype, grad.device, grad.stride()) == each.like
+            slot is not None
+            and grad.shape == slot.shape
+            and grad.dtype == program.dtypes[position]
+            and grad.is_cpu
+            and not grad.is_neg()  # which a copy to float16 loses (torch 2.11 to 2.14)
             and not is_grad_enabled()
         ):
-            self._values[each.slot].copy_(grad)
+            slot.copy_(grad)
         else:
-            if keep and each.path in program.overwrites:
+            if keep and program.inputs[position].path in program.overwrites:
                 grad = grad.clone()
             self._pending.append((position, grad))
         if self._learns_order:
-            self._arrived.append(each.path)
+            self._arrived.append(program.inputs[position].path)
         if program.stream is not None:
             self._streams.add(program.device.current())
         segment = program.segment_of[position]
@@ -239,7 +242,7 @@ class Step:
             raise UnexpectedGradient(path, grad, "is not among the plan's leaves")
         position = self._program.positions[path]
         leaf = self._program.inputs[position].leaf
-        if position not in self._put and not leaf.is_like(grad):
+        if not self._put[position] and not leaf.is_like(grad):
             raise UnexpectedGradient(path, grad, leaf=leaf)
         return position
 
@@ -461,7 +464,7 @@ class Step:
 
     def _close(self) -> None:
         self.is_open = self._copies_at_once = False
-        self._values, self._buffers, self._pending, self._to_copy = [], [], [], []
+        self._values, self._slots, self._buffers, self._pending, self._to_copy = [], [], [], [], []
         self._rerun_grads, self._works = [], {}
         self._ended(self)
         self.parts = []
@@ -554,14 +557,15 @@ class Step:
             if is_plain and register is not None:
                 values[register] = grad.clone() if each.is_cloned and is_held(grad) else grad
             else:
-                self._ingest_unusual(each, grad)
+                self._ingest_unusual(position, grad)
 
-    def _ingest_unusual(self, each: Input, grad: Tensor) -> None:
+    def _ingest_unusual(self, position: int, grad: Tensor) -> None:
+        each = self._program.inputs[position]
         if not each.leaf.is_like(grad):
             raise UnexpectedGradient(each.path, grad, leaf=each.leaf)
         grad = grad.resolve_conj().resolve_neg()  # plans were traced without these bits
-        if each.slot is not None:
-            self._to_copy.append((self._values[each.slot], grad))
+        if (slot := self._slots[position]) is not None:
+            self._to_copy.append((slot, grad))
         if each.register is None:
             return
         if grad.stride() != each.leaf.stride:

@@ -65,6 +65,16 @@ class Messages:
             self._over.set()
 
 
+class _Over:
+    """A collective that is over, as a `Work`."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
 def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
     """Return whether `group` has several ranks, and uses torch's gloo for tensors on the CPU, not torchcomms's."""
     return group.size() > 1 and "cpu:gloo" in dist.get_backend_config(group) and not is_torchcomms(group)
@@ -166,6 +176,10 @@ class C10d:
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
         """See `Wire.start`."""
         live = self._live(group)
+        if live.size() == 1:  # torch.distributed would take 0.2 ms for it
+            if not kind.is_in_place:
+                receive.view(-1).copy_(send.view(-1))
+            return _Over()
         is_large = receive.nbytes >= LARGE and not device_of(send.device).is_asynchronous
         steps = faster(kind, send, receive, op, live) if is_large else None
         return kind.start(send, receive, op, live) if steps is None else Messages(steps)

@@ -236,8 +236,7 @@ class Steps:
             self._watch(asked)
             if self.engine.sync.skips:
                 self._stop(_cannot_skip(self.engine.sync, "torch.autograd.grad"))
-        elif not torch.is_grad_enabled() and not any(map(torch_private.has_other_hooks, self.parameters.values())):
-            # Not with create_graph, nor with other hooks or optimizers, which would look at the gradients.
+        elif not torch.is_grad_enabled():  # not with create_graph
             self._fast.open(step, task, {self.engine.positions[name] for name in grads})
         self.log.backward_starts()
         return taken
