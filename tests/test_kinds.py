@@ -16,6 +16,8 @@ from fnddp.run.program import Buffer
 from fnddp.simulation.ranks import run_threads
 from fnddp.torch_private import functional_collectives
 from fnddp.tree import Leaves
+from fnddp.wire import kinds
+from fnddp.wire.c10d import C10D
 from tests.pipelines import EXAMPLES
 from tests.ranks import on_ranks
 from tests.rings import one_of
@@ -81,6 +83,21 @@ def test_lowered_is_eager_on_gloo(rank):
 
 def planned(kind: str, **options: Any) -> fnddp.Plan:
     return fnddp.lower(carried(kind), mixed(0, moving=kind in MOVING), world_size=8, **options)
+
+
+def check_alone(rank, kind):
+    send = torch.tensor([[1.0, -2.0, 3.0]] if kind.sends_rows else [1.0, -2.0, 3.0])
+    receive = send if kind.is_in_place else torch.empty(1, 3) if kind.receives_rows else torch.empty(3)
+    work = C10D.start(kind, send, receive, "sum" if kind.computes else None, None)
+    assert work.is_completed()
+    work.wait()
+    assert receive.flatten().tolist() == [1, -2, 3]
+
+
+@pytest.mark.parametrize("kind", kinds.KINDS.values(), ids=str)
+def test_a_rank_alone_sends_nothing(monkeypatch, kind):
+    monkeypatch.setattr(kinds.Kind, "start", None)
+    run_threads(1, check_alone, kind)
 
 
 @pytest.mark.parametrize(("kind", "payloads", "hops"), [*zip(KINDS, (1, 1, 8, 8), (2, 8, 1, 1), strict=True)])
