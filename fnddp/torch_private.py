@@ -188,6 +188,19 @@ untraced_itself: Any = partial(untraced, recursive=False)
 """Make Dynamo skip a function, but trace its callees."""
 
 
+_frames: Any = _C._dynamo.eval_frame
+_SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+
+
+def skipped_by_dynamo(function: _F) -> _F:
+    """Make Dynamo skip the frames of a function and its callees, at no cost for each call: for hooks of gradients.
+
+    A compiled function that calls `backward` lets Dynamo see all that autograd calls.
+    """
+    _frames.set_code_exec_strategy(function.__code__, _SKIPPED)
+    return function
+
+
 def constant_for_dynamo(function: _F) -> _F:
     """Make Dynamo call `function` while it traces, as assume_constant_result does, which imports torch._dynamo."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -32,11 +32,14 @@ class Run:
             self.model = self.keeper = fnddp.DistributedDataParallel(net, sync=sync)
         self.optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
 
+    def backward(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+
     def train(self, begin: int, end: int) -> "Run":
         for step in range(begin, end):
-            generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-            self.optimizer.zero_grad()
-            self.model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+            self.backward(step)
             self.optimizer.step()
         return self
 
@@ -69,21 +72,41 @@ def test_a_run_resumes_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["module", "register"])
+@pytest.mark.parametrize("has_gradients", [False, True])
 @on_ranks(2)
-def test_a_checkpoint_before_the_first_step_changes_nothing(rank: int, kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_before_the_first_step_changes_nothing(
+    rank: int, kind: str, has_gradients: bool, tmp_path: Path
+) -> None:
     """torch fills an optimizer's state by a step of length zero, which would count: Adam's next would be its second."""
     undisturbed, saving = Run(kind).train(0, 3), Run(kind)
     new, resumed = Run(kind, seed=2), Run(kind, seed=1).train(0, 1)
     steps: list[Any] = []
     for run in (saving, new, resumed):
         run.optimizer.register_step_post_hook(lambda *given: steps.append(given))
+    if has_gradients:  # for which torch fills nothing
+        for run in (saving, new):
+            run.backward(7)
+            run.keeper.sync_state = run.keeper.sync.init(dict(run.model.module.named_parameters()))
+    before = [p.grad for p in saving.model.parameters()]
     save(tmp_path, *saving.parts, sync=saving.keeper)
+    assert all(p.grad is grad for p, grad in zip(saving.model.parameters(), before, strict=True))
     for run in (new, resumed):
         load(tmp_path, *run.parts, sync=run.keeper)
     assert not steps
     for run in (saving, new, resumed):
         run.train(0, 3)
         assert torch.equal(parameters_of(run.model), parameters_of(undisturbed.model))
+
+
+@on_ranks(2)
+def test_an_optimizer_whose_parameters_have_gradients_is_loaded(rank: int, tmp_path: Path) -> None:
+    whole, resumed = Run("module").train(0, 2), Run("module", seed=1)
+    save(tmp_path, *whole.parts)
+    resumed.backward(7)  # and a scaler that has skipped the step
+    load(tmp_path, *resumed.parts)
+    for run in (whole, resumed):
+        run.train(2, 4)
+    assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
 
 
 @on_ranks(2)

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import fnddp
 from fnddp import RankMismatchError, StepFailedError
+from fnddp.integrations.checkpoint import load, save
 from fnddp.laws import bits
 from fnddp.simulation.ranks import RankFailed
 from fnddp.wire.protocol import CollectiveError
@@ -86,6 +88,80 @@ def require_given_up(training: Training, rank: int, error: Exception | None, bef
 def require_refused(training: Training, rank: int) -> None:
     with pytest.raises(RuntimeError, match="an earlier step failed on this rank.*restart from a checkpoint"):
         training.model(batch(rank, 0))
+
+
+# What follows an error that the script has caught
+
+
+def reload(training: Training, folder: Path) -> None:
+    save(folder, training.model, training.optimizer)
+    load(folder, training.model, training.optimizer)
+
+
+def set_state(training: Training, _: Path) -> None:
+    training.model.sync_state = training.model.sync_state
+
+
+def set_counter(training: Training, _: Path) -> None:
+    """Ranks compare what is replicated if it changes."""
+    state = training.model.sync_state
+    training.model.sync_state = training.model.sync.init(dict(training.model.module.named_parameters()))
+    training.model.sync_state = state
+
+
+def load_all(training: Training, _: Path) -> None:
+    training.model.load_state_dict(training.model.state_dict(sync_state=True))
+
+
+@pytest.mark.parametrize("go_back", [reload, set_state, set_counter, load_all])
+@on_ranks(2, seconds=DEADLINE)
+def test_a_checkpoint_after_an_error_in_backward(rank: int, go_back: Callable[..., None], tmp_path: Path) -> None:
+    """The rank that has raised has not told the others yet, which wait in the step."""
+    training, undisturbed = Training(COMPRESSED), Training(COMPRESSED)
+    for each in (training, undisturbed):
+        assert each.step(batch(rank, 0)) is None
+    error = training.step(batch(rank, 1), fails if rank == 1 else None)
+    assert isinstance(error, ZeroDivisionError if rank == 1 else StepFailedError)
+    go_back(training, tmp_path)
+    for each in (training, undisturbed):
+        assert each.step(batch(rank, 2)) is None
+    assert training.all == undisturbed.all
+
+
+@pytest.mark.parametrize("inputs", [(2, 4), (4, 2)])
+@on_ranks(2, seconds=DEADLINE)
+def test_join_goes_on_after_an_error_in_backward(rank: int, inputs: tuple[int, int]) -> None:
+    """On a rank whose inputs are over, and in the last step of one whose are not."""
+    training = Training(COMPRESSED)
+    with training.model.join():
+        errors = [
+            training.step(batch(rank, i), fails if (rank, i) == (1, inputs[1] - 1) else None)
+            for i in range(inputs[rank])
+        ]
+    assert [type(each) for each in errors if each is not None] == {
+        (0, (2, 4)): [],
+        (0, (4, 2)): [StepFailedError],
+    }.get((rank, inputs), [ZeroDivisionError])
+    assert_equal_on_ranks([p.detach() for p in training.model.parameters()])
+
+
+@pytest.mark.parametrize("again", [True, False])
+@on_ranks(2, seconds=DEADLINE)
+def test_a_module_that_is_set_up_anew_stays_in_its_process_group(rank: int, again: bool) -> None:
+    model = make_model()
+    wrapped = fnddp.DistributedDataParallel(model)
+    dist.destroy_process_group()
+    if again:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    saved, error = wrapped.state_dict(), r"wrapped in the process group .* of 2 ranks, and now it runs .*; wrap the"
+    for set_up in (
+        lambda: setattr(wrapped, "sync", "bf16(allreduce)"),
+        lambda: wrapped.load_state_dict(saved, assign=True),
+    ):
+        with pytest.raises(RuntimeError, match=error):
+            set_up()
+    assert repr(wrapped.sync) == PLAIN
+    assert bits(wrapped.state_dict()) == bits(saved)
 
 
 # Ranks that differ

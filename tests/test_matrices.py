@@ -15,12 +15,24 @@ from torch.distributed.fsdp import fully_shard
 import fnddp
 from fnddp import StepFailedError
 from fnddp.core import collectives
-from fnddp.integrations.fsdp import Matrices, own_matrices
+from fnddp.integrations.checkpoint import load, save
+from fnddp.integrations.fsdp import Matrices, compress_shards, own_matrices
 from tests.ranks import on_ranks
 from tests.sharded import meshes
 
 APART = 1e-5  # MiB: each owner's matrices travel in messages of their own
 FEW_BITS = "quantize(allgather, bits=4)", "ef21(quantize(allgather, bits=4))"
+
+
+@on_ranks(3)
+def test_checkpoints_of_shards_do_not_take_matrices_of_owners(rank: int, tmp_path: Path):
+    sharded = Sharded()
+    compressed = compress_shards(sharded.net, "two_shot")
+    for run in (save, load):
+        with pytest.raises(
+            TypeError, match=r"Muon has its state at the owners.*save the result of optimizer_state_dict"
+        ):
+            run(tmp_path, sharded.net, sharded.muon, sync=compressed)
 
 
 def net() -> nn.Sequential:

@@ -738,6 +738,48 @@ def test_a_state_loads_into_optimizers_without_owners_and_back(rank: int):
     require_equal(again.net, every.net)
 
 
+@on_ranks(2)
+def test_a_state_with_random_numbers_is_a_file_of_tensors(rank: int, tmp_path: Path):
+    hops = {"gradients": "two_shot", "weights": "ef21(qsgd(allgather))"}
+    owned, again = Owned(hops), Owned(hops)
+    owned.step(rank, 0, True)
+    file = tmp_path / f"{rank}.pt"
+    torch.save(owned.model.optimizer_state_dict(), file)
+    again.net.load_state_dict(owned.net.state_dict())
+    again.model.load_optimizer_state_dict(torch.load(file, weights_only=True))
+    for each in (owned, again):
+        each.step(rank, 1, True)
+    require_equal(again.net, owned.net)
+
+
+@on_ranks(2)
+def test_a_compiled_model_is_saved(rank: int, tmp_path: Path):
+    folders: list[Any] = [str(tmp_path)]
+    dist.broadcast_object_list(folders)  # of the first rank
+    owned, again = Owned(EXACT), Owned(EXACT)
+    owned.step(rank, 0, True)
+    save(folders[0], torch.compile(owned.model), owned.optimizers)
+    load(folders[0], torch.compile(again.model), again.optimizers)
+    for each in (owned, again):
+        each.step(rank, 1, True)
+    require_equal(again.net, owned.net)
+
+
+@on_ranks(2)
+def test_a_step_in_inference_mode(rank: int):
+    """Plans keep memory, which must be usable outside of it."""
+    nets = net(), net()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in nets]  # whose own state would not be
+    models = fnddp.own(nets[0], optimizers[0]), fnddp.DistributedDataParallel(nets[1], sync="two_shot")
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model(batch(rank, step))).backward()
+            with torch.inference_mode(step == 0):
+                optimizer.step()
+    require_equal(*nets)
+
+
 @HOPS
 @on_ranks(2)
 def test_the_optimizers_own_methods_save_and_load_what_a_rank_owns(rank: int, hops: dict[str, str]):

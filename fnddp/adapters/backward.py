@@ -250,6 +250,7 @@ class _Ending:
         self.together = _Together()
         self.ends: dict[Backward, Callable[[], None]] = {}
 
+    @torch_private.skipped_by_dynamo
     def __call__(self) -> None:
         with _lock:
             _endings.pop(self._task, None)  # what runs now may begin another one
@@ -391,6 +392,7 @@ class FastPath:
         `advance` is a weak reference to the method that is called when a segment is complete.
         """
 
+        @torch_private.skipped_by_dynamo
         def accumulated(parameter: Tensor) -> None:
             step, grad = self.step(), parameter.grad
             if (
@@ -418,6 +420,7 @@ class WeakHook(Generic[Owner]):
         self._owner = weakref.ref(owner)  # the garbage collector does not see hooks of tensors
         self._method, self._name = method, name
 
+    @torch_private.skipped_by_dynamo
     def __call__(self, tensor: Tensor) -> Any:
         owner = self._owner()
         return None if owner is None else self._method(owner, self._name, tensor)

@@ -298,6 +298,7 @@ def register(
     return handle
 
 
+@torch_private.skipped_by_dynamo
 def fnddp_hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The function in DDP's hook slot; DDP wants a plain function with these parameters."""
     return handle._feed(bucket)  # pyright: ignore[reportPrivateUsage]

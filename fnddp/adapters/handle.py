@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, Protocol
 
+from fnddp import torch_private
 from fnddp.adapters.backward import Backward
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.codecs.topk import dct_topk, topk
@@ -57,6 +58,7 @@ class HasPipeline:
     """A pipeline that synchronizes the gradients of a model, with its state."""
 
     _engine: Any  # an `Engine`
+    _backward: Backward
     _group: str | None  # name of the model's process group; None for the default one
     _wire: Wire
     _is_measured = False  # "auto" has chosen the pipeline, and that of a checkpoint replaces it
@@ -80,13 +82,14 @@ class HasPipeline:
         Raises:
             CollectiveError: Another rank has not set its state within the timeout of the process group.
             RankMismatchError: On all ranks: some set a state with other replicated parts.
-            RuntimeError: A step is under way.
+            RuntimeError: A backward is running.
             ValueError: The state is of another pipeline or other parameters.
         """
         return self._engine.state
 
     @sync_state.setter
     def sync_state(self, state: State) -> None:
+        self._settle()
         with device_of(self._engine.device).selected():
             agree_on_state(self.sync, self._engine.state, state, [self._group], self._wire)
         self._engine.state = state
@@ -102,7 +105,13 @@ class HasPipeline:
         Args:
             saved_world_size: The number of ranks that saved the state to load; None for the present number.
         """
+        self._settle()
         return Checkpoint(self, self._group, saved_world_size, adopt=self._adopt if self._is_measured else None)
+
+    def _settle(self) -> None:
+        """Fail a step whose backward did not finish: the other ranks wait in it, and not for what comes next."""
+        if not torch_private.is_within_backward():
+            self._backward.require_idle()
 
     def _adopt(self, sync: Sync) -> None:
         """Continue with `sync`, from its initial state. All ranks call it, between steps."""
@@ -140,7 +149,6 @@ class PipelineHandle(HasPipeline):
     """
 
     state = HasPipeline.sync_state
-    _backward: Backward
 
     def __init__(self, leaves: Leaves, sync: Sync, group: str | None, wire: Wire = C10D, **options: Any) -> None:
         warn_without_memory(sync)

@@ -168,6 +168,7 @@ class OwnedOptimizer:
             if p.grad is not each:
                 p.grad, each.added = each, p.grad
 
+    @torch.inference_mode(False)  # plans keep memory
     @torch.no_grad()
     def send(self) -> None:
         """Send the weights that this rank owns, and write those of all owners to the model."""

@@ -386,7 +386,7 @@ class OwnerDataParallel(DistributedDataParallel):
                 weights[name] = self._joined(each.owners, name, [whole for _, whole in parts])[""]
         saved: dict[str, Any] = {"state": state, "param_groups": self._groups(), "weights": weights}
         if any(each.engine.state != () for each in self._sharded):
-            saved["codecs"] = [each.engine.state for each in self._sharded]
+            saved["codecs"] = [of_state(each.engine.state) for each in self._sharded]
         return saved
 
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -427,7 +427,7 @@ class OwnerDataParallel(DistributedDataParallel):
                 if name in each.own and each.is_apart:
                     each.own[name].detach().copy_(each.own_part(name, whole))
         for each, codecs in zip(self._sharded, saved.get("codecs", []), strict=False):
-            each.engine.state = codecs
+            each.engine.state = load_state_dict(each.engine.state, codecs)
 
     def optimizer_checkpoint(self) -> "OptimizerCheckpoint":
         """Return the state of all optimizers for torch.distributed.checkpoint, without gathering it anywhere.
@@ -507,11 +507,9 @@ class OptimizerCheckpoint:
         model = self._model
         state: dict[str, dict[str, Any]] = {}
         weights: dict[str, Tensor] = {}
-        codecs: list[State] = []
+        codecs: list[dict[str, Any]] = []
         for i, each in enumerate(model._sharded):  # pyright: ignore[reportPrivateUsage]
-            before = each.engine.state
-            saved = {key: state_dict[f"{CODECS}{i}.{key}"] for key in of_state(before)}
-            codecs.append(load_state_dict(before, saved))
+            codecs.append({key: state_dict[f"{CODECS}{i}.{key}"] for key in of_state(each.engine.state)})
             for name in each.own:
                 begin = f"{STATE}{name}."
                 entries = {key.removeprefix(begin): key for key in state_dict if key.startswith(begin)}

@@ -1,7 +1,8 @@
 """torch.distributed.checkpoint: model, optimizers and the pipeline's state in one call of all ranks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 from fnddp.adapters.checkpoint import Checkpoint, HasCheckpoint
 from fnddp.adapters.owners import OptimizerCheckpoint, OwnerDataParallel
 from fnddp.core.group import group_name
-from fnddp.run.hops import several
+from fnddp.run.hops import owner_of, several
 from fnddp.torch_private import live_group, without_step_hooks
 from fnddp.wire import control
 from fnddp.wire.c10d import dedicated_to
@@ -51,7 +52,7 @@ def save(
         group: The ranks that save, all of which call it; None for all ranks.
 
     Raises:
-        TypeError: There is no pipeline in `sync` or `model`.
+        TypeError: There is no pipeline in `sync` or `model`; or matrices of an optimizer have owners (`own_matrices`).
         ValueError: The optimizers are not those of a model of `own`; or workers of an outer step, whose parameters
             differ, save together.
 
@@ -65,7 +66,8 @@ def save(
     {'step': 7}
     >>> dist.destroy_process_group()
     """
-    state = _to_save(model, several(optimizers), _checkpoint(model, sync, group), more, group)
+    model, stepping = _given(model, optimizers)
+    state = _to_save(model, stepping, _checkpoint(model, sync, group), more, group)
     dcp.save(state, checkpoint_id=folder, process_group=group)
 
 
@@ -124,7 +126,8 @@ def load(
         ValueError: The state is of another pipeline or other parameters, or of another number of shards.
         TypeError: There is no pipeline in `sync` or `model`.
     """
-    keeper, checkpoint, stepping = _keeper(model, sync), _checkpoint(model, sync, group), several(optimizers)
+    model, stepping = _given(model, optimizers)
+    keeper, checkpoint = _keeper(model, sync), _checkpoint(model, sync, group)
     about = {_SYNC: checkpoint.about()}
     try:
         dcp.load(about, checkpoint_id=folder, process_group=group)
@@ -161,7 +164,7 @@ def _state(
     if isinstance(model, OwnerDataParallel):
         weights, moments = get_model_state_dict(model), _of_owners(model, optimizers)
     else:
-        with without_step_hooks(optimizers):
+        with _filling(optimizers):
             weights, moments = get_state_dict(model, optimizers)
     state = {_MODEL: weights, _OPTIMIZER: moments, _SYNC: checkpoint}
     # Each at the top, where alone DCP calls an object's `state_dict` and `load_state_dict`.
@@ -201,6 +204,35 @@ def _to_save(
     written = {name for before, _ in everyone[: dist.get_rank(group)] for name in before}
     weights = {name: value for name, value in state[_MODEL].items() if name not in written}
     return state | {_MODEL: weights, _STEPPED: [any(has) for has in zip(*(has for _, has in everyone), strict=True)]}
+
+
+def _given(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
+    """Return the model that `torch.compile` may have been called with, and the optimizers."""
+    stepping = several(optimizers)
+    for each in stepping:
+        if owner_of(each) == "own_matrices":
+            name = type(each).__name__
+            raise TypeError(
+                f"{name} has its state at the owners of matrices (own_matrices), where torch's checkpoint looks for "
+                "that of shards: leave it out of `optimizers`, and save the result of optimizer_state_dict() of what "
+                "own_matrices has returned, which load_optimizer_state_dict takes"
+            )
+    return getattr(model, "_orig_mod", model), stepping
+
+
+@contextmanager
+def _filling(optimizers: Sequence[Optimizer]) -> Generator[None]:
+    """Let torch fill the state of optimizers without one, by a step: not where a parameter has a gradient already."""
+    parameters = [p for each in _without_state(optimizers) for group in each.param_groups for p in group["params"]]
+    grads = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        with without_step_hooks(optimizers):
+            yield
+    finally:
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
 
 
 def _without_state(optimizers: Sequence[Optimizer]) -> list[Optimizer]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fnddp.adapters.backward import require_synchronized
-from fnddp.core.agreement import agree_over, description
+from fnddp.core.agreement import agree_on_state, agree_over, description
 from fnddp.core.group import Group, group_name
 from fnddp.core.state import load_state_dict, parts, require_like, state_dict
 from fnddp.core.sync import REPLICATED, State
@@ -24,7 +24,7 @@ from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import untraced, without_autocast
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D, C10d
-from fnddp.wire.groups import live_group, live_rank
+from fnddp.wire.groups import Membership, live_group, live_rank
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 from fnddp.wire.weights import Weight
 
@@ -78,17 +78,20 @@ def attach(
     >>> attached.state.step
     1
     """
-    if not isinstance(outer, Outer):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"outer.attach: outer={outer!r} is a {type(outer).__name__}; expected an outer step, such as "
-            "fnddp.outer.diloco(allreduce, every=30), which fnddp.outer.parse makes of its text"
-        )
     shards = shards_of(model, group, wire, commit, init_sync=init_sync)
-    outer = outer if group is None else outer.over(group, unnamed_only=True)
-    outer = outer.sized(shards.sizes) if shards.sizes else outer
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
+    def fitted() -> Outer:
+        if not isinstance(outer, Outer):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"outer.attach: outer={outer!r} is a {type(outer).__name__}; expected an outer step, such as "
+                "fnddp.outer.diloco(allreduce, every=30), which fnddp.outer.parse makes of its text"
+            )
+        over = outer if group is None else outer.over(group, unnamed_only=True)
+        return over.sized(shards.sizes) if shards.sizes else over
+
     def described() -> dict[str, str]:
+        outer = fitted()
         if not parameters:
             raise ValueError("outer.attach: no parameter of the model requires gradients")
         if optimizer is None and outer.wants_moments:
@@ -104,7 +107,7 @@ def attach(
         control.broadcast(tensors, group_name(group), wire=wire)
     else:
         described()
-    return Attached(outer, model, parameters, optimizer, wire, prepare, commit, shards)
+    return Attached(fitted(), model, parameters, optimizer, wire, prepare, commit, shards)
 
 
 @dataclass(eq=False, repr=False)
@@ -122,6 +125,7 @@ class Attached:
 
     def __post_init__(self) -> None:
         self._state = self._fresh()
+        self._world = Membership(None, "outer.attach: the model was attached", "attach it again")
         self._exchanges = Overlapped(self._wire, self._require_known, self._shards.voters, self._weight)
         self._tokens: int | None = None  # that this rank has counted
         self._tokens_at: dict[str, int] = {}  # at the beginning of the open or last exchange, by its name
@@ -134,14 +138,22 @@ class Attached:
         """The outer step's state, which later steps do not write over. Set it on all ranks, to continue from it.
 
         Raises:
-            CollectiveError: On an accelerator: another rank has failed in the last exchange.
+            CollectiveError: On an accelerator: another rank has failed in the last exchange; or, where it is set,
+                another rank has not set its own.
+            RankMismatchError: On all ranks: they set states whose anchors or counters differ.
         """
         self._exchanges.require_noticed()
         return self._state
 
     @state.setter
     def state(self, state: State) -> None:
-        self._state = require_like(repr(self.outer), state, self._state)
+        self._set(require_like(repr(self.outer), state, self._state))
+
+    def _set(self, state: State) -> None:
+        """Set the state, on all ranks: they compare what is equal on all of them, as the anchor and the counter are."""
+        if isinstance(self._wire, C10d) and dist.is_initialized():
+            agree_on_state(self.outer, self._state, state, self.outer.groups or {None}, self._wire)
+        self._state = state
 
     @property
     def under_way(self) -> tuple[str, ...]:
@@ -156,13 +168,14 @@ class Attached:
             RuntimeError: In an exchange: a parameter of the model that requires a gradient did not when `attach` was
                 called.
         """
+        self._world.require_same()
         self._shards.reshard()
         ahead = self._ahead()
         if self._prepare is not None and ahead.starts:
             self._prepare()
             ahead = self._ahead()  # of the state that it may have loaded
         leaves = self._leaves()
-        with torch.no_grad(), without_autocast():
+        with torch.inference_mode(False), torch.no_grad(), without_autocast():  # plans keep memory
             self._exchanges.poll()
             try:
                 stepped, state = self.outer.step(leaves, self._state, self._exchanges)
@@ -265,7 +278,7 @@ class Attached:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a `state_dict` of the same outer step, on all ranks; load the model and the optimizer too."""
         counted = (_TOKENS, _TOKENS_SENT, _TOKENS_OPEN)
-        self._state = load_state_dict(self._state, {key: each for key, each in saved.items() if key not in counted})
+        self._set(load_state_dict(self._state, {key: each for key, each in saved.items() if key not in counted}))
         self._count_from(saved.get(_TOKENS), saved.get(_TOKENS_SENT, {}), saved.get(_TOKENS_OPEN, {}))
 
     def replicated_state_dict(self) -> dict[str, Any]:

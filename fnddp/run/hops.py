@@ -1,6 +1,7 @@
 """The two hops of sharded optimizers: the owner of each parameter, and what travels to owners and back."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -139,12 +140,21 @@ OWNED = "owned"
 """In the `state_dict` of an optimizer with owners: the rows that the rank which made it owns, by leaf."""
 
 
+_owning: "weakref.WeakKeyDictionary[torch.optim.Optimizer, str]" = weakref.WeakKeyDictionary()
+
+
+def owner_of(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return what has given the state of `optimizer` to owners, if any: "own" or "own_matrices"."""
+    return _owning.get(optimizer)
+
+
 def mark_states(who: str, optimizer: torch.optim.Optimizer, owned: Mapping[str, tuple[int, int]]) -> None:
     """Let `optimizer.state_dict` say what this rank owns, and `load_state_dict` refuse what another rank did.
 
     Indices of parameters, by which torch stores states, are the same on all ranks, so nothing else would tell.
     """
     mine = {name: list(rows) for name, rows in owned.items()}
+    _owning[optimizer] = who
 
     def mark(_: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         saved[OWNED] = mine

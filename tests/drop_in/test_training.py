@@ -179,6 +179,28 @@ def test_compile(rank: int, where: str) -> None:
         assert bits(grads_of(model)) == bits(grads_of(plain))
 
 
+@pytest.mark.parametrize("registers", [False, True])
+@on_ranks(2, seconds=60)
+def test_a_compiled_function_that_calls_backward(rank: int, registers: bool) -> None:
+    """Dynamo sees all that autograd calls then, plans included, which it cannot compile."""
+    torch._dynamo.reset()
+    sync, plain = fnddp.parse(COMPRESSED), make_model()
+    model = TorchDDP(make_model()) if registers else DDP(make_model(), sync=sync)
+    if registers:
+        fnddp.register(model, sync)
+
+    @partial(torch.compile, backend="aot_eager")
+    def backward(x: Tensor) -> None:
+        loss_of(model(x)).backward()
+
+    state = sync.init(dict(plain.named_parameters()))
+    for i in range(3):
+        state = by_hand(sync, plain, state, batch(rank, i))
+        model.zero_grad()
+        backward(batch(rank, i))
+        assert_same_grads(model, plain)
+
+
 def around(inner: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(16, 16), inner, nn.Tanh(), nn.Linear(4, 4))

@@ -190,6 +190,7 @@ class Steps:
             elif self.parameters[name].requires_grad:
                 self._early[name] = self.parameters[name].register_hook(WeakHook(self, Steps._arrives, name))
 
+    @torch_private.skipped_by_dynamo
     def _reaches_output(self, forward_weight: Weight | None, behind: Sequence[Any], _: Tensor) -> None:
         """Begin a step where a backward reaches the output of a forward, made by the nodes `behind`."""
         taken = self._start(forward_weight)
@@ -314,6 +315,7 @@ class Steps:
         handles: list[Any] = []
         me = weakref.ref(self)
 
+        @torch_private.skipped_by_dynamo
         def go_on(_: Any) -> None:
             for handle in handles:
                 handle.remove()

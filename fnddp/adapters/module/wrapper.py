@@ -203,15 +203,21 @@ class DistributedDataParallel(TorchNames):
         if self._engine.is_open and torch_private.is_within_backward():
             raise RuntimeError(f"{OWNER}: the pipeline cannot change while a backward is running")
         self._steps.settle()
+        self._steps.require_same_world()
         before = self.sync
         self._use(*self._agreed(sync, verify=True))
         if self._is_measured and sync != AUTO:
             log_adopted(before, self.sync)
         self._is_measured = sync == AUTO
 
+    def _settle(self) -> None:
+        if not torch_private.is_within_backward():
+            self._steps.settle()
+
     def _adopt(self, sync: Sync) -> None:
-        log_adopted(self.sync, sync)
         self._steps.settle()
+        self._steps.require_same_world()
+        log_adopted(self.sync, sync)
         self._use(*self._agreed(sync, verify=False))
         self._compares = True
 
@@ -335,6 +341,9 @@ class DistributedDataParallel(TorchNames):
             RuntimeError: See `torch.nn.Module.load_state_dict`.
             ValueError: The state of the pipeline in it, if any, is of another pipeline.
         """
+        self._settle()
+        if assign:
+            self._steps.require_same_world()
         synced = {key.removeprefix(_SYNC_PREFIX): v for key, v in state_dict.items() if key.startswith(_SYNC_PREFIX)}
         rest = {key: value for key, value in state_dict.items() if not key.startswith(_SYNC_PREFIX)}
         if not set(rest) & set(super().state_dict()):

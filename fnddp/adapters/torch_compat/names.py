@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial, reduce
 from operator import attrgetter
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.sync import Sync
 from fnddp.device import device_of
 from fnddp.reducers.all_reduce import allreduce
+from fnddp.run.vote import StepFailedError
 from fnddp.transforms.cast import fp16
 from fnddp.wire import control, groups
 from fnddp.wire.protocol import CollectiveError
@@ -66,7 +68,6 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
     should_finalize_after_backward = False
 
     # Torch's own, which read the other names here.
-    join = TorchDDP.join
     join_device = TorchDDP.join_device  # pyright: ignore[reportIncompatibleMethodOverride]
     join_process_group = TorchDDP.join_process_group  # pyright: ignore[reportIncompatibleMethodOverride]
     will_sync_module_buffers = TorchDDP.will_sync_module_buffers
@@ -127,6 +128,16 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
 
     # Uneven inputs
 
+    def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        """See `torch.nn.parallel.DistributedDataParallel.join`.
+
+        Where a backward has failed, and its error was caught, ranks go on, those without inputs, too.
+        """
+        block = ExitStack()
+        block.enter_context(TorchDDP.join(self, *args, **kwargs))  # pyright: ignore[reportArgumentType]
+        block.callback(self._steps.backward.require_idle)  # for the others, before this rank follows them
+        return block
+
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """See `torch.distributed.algorithms.Joinable`.
 
@@ -150,7 +161,8 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
             self._sync_buffers(HookLocation.POST_FORWARD, has_inputs=False)
             self.require_forward_param_sync = synchronizes
             if synchronizes:
-                self._steps.participate_with_zeros()
+                with suppress(StepFailedError):  # the rank that has failed may go on with its next inputs
+                    self._steps.participate_with_zeros()
 
     def _copy_last_joiner(self, is_last_joiner: bool) -> None:
         """Copy parameters and buffers from a rank that has seen the last input."""

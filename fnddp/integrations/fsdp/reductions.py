@@ -40,6 +40,7 @@ class Ends:
         else:  # after all backwards of a pipeline's stage
             self._waiting.append(callback)
 
+    @torch_private.skipped_by_dynamo
     def _run(self) -> None:
         waiting, self._waiting = self._waiting, []
         for callback in waiting:
@@ -101,6 +102,7 @@ class Reductions:
         """The open step. The callback at the end of its backward keeps it alive; if that has raised, it is gone."""
         return None if self._step is None else self._step()
 
+    @torch_private.skipped_by_dynamo
     def reduce(self, unit: Unit, mine: Tensor, buffer: Tensor) -> None:
         """Write to `mine`, `[width]`, the mean of this rank's row of `buffer`, `[ranks, width]`."""
         if self.step is None and self.begin_around is not None:

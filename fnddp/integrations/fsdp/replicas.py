@@ -60,6 +60,7 @@ class Replicas(PipelineHandle):
         Args:
             saved_world_size: The number of replicas that saved it. The number of shards must be the same.
         """
+        self._settle()
         index = self._shards.mesh.flatten().tolist().index(dist.get_rank())
         adopt = self._adopt if self._is_measured else None
         return Checkpoint(self, self.group, saved_world_size, f"shard{index}of{self._shards.size()}/", adopt=adopt)
@@ -113,6 +114,7 @@ class Replicas(PipelineHandle):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._before_backward)
 
+    @torch_private.skipped_by_dynamo
     def _before_backward(self, _: Tensor) -> None:
         if not any(group.reduces for group in self._fsdp):  # FSDP keeps whole gradients for a later backward
             return
