@@ -90,6 +90,19 @@ def reference(rank: int, steps: int) -> list[Tensor]:
     return list(model.parameters())
 
 
+@on_ranks(2)
+def test_another_optimizer_has_one_message(rank: int):
+    def sgd_of(model: nn.Module) -> torch.optim.SGD:
+        return torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], lr=0.1, momentum=0.9)
+
+    owned, everywhere = Sharded(muon=sgd_of), Sharded(muon=sgd_of, wraps=False)
+    for each in (owned, everywhere):
+        for step in range(3):
+            each.step(rank, step)
+    for got, want in zip(owned.weights(), everywhere.weights(), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("cap", [None, APART], ids=["one message", "a message each"])
 @pytest.mark.parametrize("shape", [(), (2, 2)], ids=["shards", "HSDP"])
 @on_ranks(2, 3, 4)

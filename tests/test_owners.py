@@ -753,6 +753,34 @@ def test_a_state_with_random_numbers_is_a_file_of_tensors(rank: int, tmp_path: P
 
 
 @on_ranks(2)
+def test_gradients_set_to_zero_after_an_overflow(rank: int):
+    """Also where a scaler looks for it on ranks that own nothing of them."""
+    owned, scaler = Owned(EXACT), torch.amp.GradScaler("cpu", init_scale=4.0)
+    before, scales = weights(owned.net), []
+    for step in range(2):
+        loss = loss_of(owned.model(batch(rank, step), True))
+        scaler.scale(loss * (float("inf") if (rank, step) == (1, 0) else 1.0)).backward()
+        for each in owned.optimizers:
+            scaler.step(each)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        owned.net.zero_grad(set_to_none=False)
+        assert (step == 0) == all(torch.equal(p, before[name]) for name, p in owned.net.named_parameters())
+    assert scales == [2.0, 2.0]
+
+
+@on_ranks(2)
+def test_a_frozen_leaf_stays_whatever_its_residual(rank: int):
+    owned = Owned({"gradients": "error_feedback(quantize(two_shot, bits=4))"})
+    owned.step(rank, 0, True)
+    owned.net.other.requires_grad_(False)
+    before = weights(owned.net.other)
+    for step in (1, 2):
+        owned.step(rank, step)
+    assert all(torch.equal(p, before[name]) for name, p in owned.net.other.named_parameters())
+
+
+@on_ranks(2)
 def test_a_compiled_model_is_saved(rank: int, tmp_path: Path):
     folders: list[Any] = [str(tmp_path)]
     dist.broadcast_object_list(folders)  # of the first rank

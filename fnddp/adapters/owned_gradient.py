@@ -21,8 +21,8 @@ _SCALING = {
 class Owned(Protocol):
     """Knows the gradients that this rank owns, and the norms of all."""
 
-    def change_gradient(self, name: str, change: Callable[[Tensor], object]) -> None:
-        """Apply `change` to what this rank owns of a gradient, if anything."""
+    def change_gradient(self, name: str, change: Callable[[Tensor], object], *, clears: bool) -> None:
+        """Apply `change` to what this rank owns of a gradient, if anything; `clears` if that makes it zero."""
         ...
 
     def norm_of_gradient(self, name: str, order: float) -> Tensor:
@@ -67,7 +67,8 @@ class OwnedGradient(Tensor):
         if owned is not None and func is aten.linalg_vector_norm.default and len(args) < 3 and not kwargs:
             return owned.norm_of_gradient(self.path, *(others or [2.0]))
         if owned is not None and func in _SCALING and not any(isinstance(x, Tensor) and x.ndim for x in others):
-            owned.change_gradient(self.path, lambda mine: func(mine, *others, **(kwargs or {})))
+            clears = func is aten.zero_.default
+            owned.change_gradient(self.path, lambda mine: func(mine, *others, **(kwargs or {})), clears=clears)
             return self
         names = [each.path for each in args if isinstance(each, cls)]
         what = f"that of {names[0]!r}" if names else "one"

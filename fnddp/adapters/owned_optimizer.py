@@ -51,6 +51,7 @@ class OwnedOptimizer:
         self.own: dict[str, nn.Parameter] = {}
         self.others: dict[str, nn.Parameter] = {}
         self.stand_ins: dict[str, OwnedGradient] = {}
+        self.cleared: set[str] = set()  # leaves of other ranks whose gradients have been set to zero
         self._versions: dict[str, int] = {}
         self._take(dtype)
         sync = with_halves(codecs, to_all(owners=owners)).over(group, unnamed_only=True)
@@ -154,6 +155,14 @@ class OwnedOptimizer:
         if cleared and not self.others.keys() & self.stand_ins.keys():
             for p in self.others.values():
                 p.grad = None
+
+    def clear(self, name: str) -> None:
+        """Note that the gradient of a leaf of other ranks is zero now. Once all are, what stands for them is."""
+        self.cleared.add(name)
+        if self.others.keys() & self.stand_ins.keys() <= self.cleared:
+            for p in self.others.values():
+                if p.grad is not None:
+                    p.grad.zero_()
 
     def make_way(self) -> None:
         """Take stand-ins out of the model's parameters: a backward accumulates there."""

@@ -78,9 +78,11 @@ class _OwnerSteps(Steps):
 
     def _write(self, done: Synchronized, taken: Any) -> None:
         for name, mean in done.mean.items():
-            if name in done.unused and not (self.engine.sync.gives_later and bool(mean.any())):
+            parameter = self.parameters[name]
+            later = self.engine.sync.gives_later and parameter.requires_grad and bool(mean.any())
+            if name in done.unused and not later:
                 continue
-            self.parameters[name].grad = None
+            parameter.grad = None
             self.owners.receive(name, mean, taken.sparse.get(name))
 
     def _feed_with_placeholder(self, taken: Any, name: str, grad: Tensor) -> Tensor:
@@ -242,6 +244,7 @@ class OwnerDataParallel(DistributedDataParallel):
         """Add the mean of what this rank owns to the gradient of its own parameter, for which the model's stands in."""
         sharded = self._of[name]
         p = sharded.parameters[name]
+        sharded.cleared.discard(name)
         if name not in sharded.stand_ins:
             sharded.stand_ins[name] = OwnedGradient(name, p, self)
         p.grad = sharded.stand_ins[name]
@@ -261,12 +264,15 @@ class OwnerDataParallel(DistributedDataParallel):
         mean = mean if own.grad is None else own.grad + mean
         own.grad = mean if name in sharded.own else OthersGradient(mean)
 
-    def change_gradient(self, name: str, change: Callable[[Tensor], object]) -> None:
-        """Apply `change` to what this rank owns of a gradient, if anything."""
+    def change_gradient(self, name: str, change: Callable[[Tensor], object], *, clears: bool) -> None:
+        """Apply `change` to what this rank owns of a gradient, if anything; `clears` if that makes it zero."""
         self._norms.clear()
-        own = self._of[name].own.get(name)
+        sharded = self._of[name]
+        own = sharded.own.get(name)
         if own is not None and own.grad is not None:
             change(own.grad)
+        elif clears:
+            sharded.clear(name)
 
     @torch.no_grad()
     def norm_of_gradient(self, name: str, order: float) -> Tensor:

@@ -90,6 +90,7 @@ class Step:
             ranks give any: then it does.
         arrival: The order in which gradients have arrived on the first rank, if it is learnt.
         broken: The error after which ranks may be desynchronized.
+        kept: What is sent in place of zeros for leaves that have not arrived.
         found_nonfinite: Whether something that arrived on some rank was not finite, if that matters to the pipeline's
             memory; on an accelerator a scalar there.
         notice: Returns True if another rank has failed in this step; None if the host waited for that: see `Vote`.
@@ -150,6 +151,7 @@ class Step:
         self._streams: set[Stream] = set()  # where those were computed
         self._remaining = program.needed.copy()
         self._gave_nonfinite: Tensor | bool = False
+        self.kept: Leaves = {}
         self._put = bytearray(len(program.inputs))  # by position: 1 for leaves that have arrived
         self._works: dict[int, Work] = {}
         self._next = 0
@@ -444,7 +446,8 @@ class Step:
     def _issue_all(self) -> frozenset[str]:
         self._zeros = self.missing
         for path in self._zeros:
-            self.put(self._program.positions[path], self._program.leaves[path].empty().zero_())
+            grad = self.kept[path] if path in self.kept else self._program.leaves[path].empty().zero_()
+            self.put(self._program.positions[path], grad, keep=path in self.kept)
         self._go_on(block=True)
         return self._zeros
 

@@ -201,6 +201,28 @@ def test_a_compiled_function_that_calls_backward(rank: int, registers: bool) -> 
         assert_same_grads(model, plain)
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.branches = nn.ModuleList(nn.Linear(3, 1) for _ in range(3))
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        return torch.stack([self.branches[i](x).sum() for i in used]).sum()
+
+
+@on_ranks(2)
+def test_gradients_that_are_added_to_on_some_ranks(rank: int) -> None:
+    """The mean of an earlier backward is in `.grad`; where a later one does not reach the parameter, it counts, too."""
+    used = [[[0, 1], [0, 1]], [[0, 2], [0, 1]], [[1], [2]], [[0], [0]]]  # in each backward, on each rank
+    ours, theirs = DDP(Branches()), TorchDDP(Branches(), find_unused_parameters=True)
+    for i, of_ranks in enumerate(used):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * i + rank))
+        for model in (ours, theirs):
+            model(x, of_ranks[rank]).backward()
+        assert_same_grads(ours, theirs)
+
+
 def around(inner: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(16, 16), inner, nn.Tanh(), nn.Linear(4, 4))

@@ -436,7 +436,7 @@ class Steps:
         """Take gradients that no hook could: of inner backwards, and what was accumulated within no_sync."""
         self._fast.close()
         taken, step = self._taken, self.engine.step
-        if taken is None or step is None or not (taken.deferred or self.unsynchronized):
+        if taken is None or step is None or not (taken.deferred or self.unsynchronized or taken.added_to):
             return
         missing, waiting = step.missing, taken.deferred
         if not taken.asked and (len(missing - waiting) < len(self.parameters) or taken.accumulates):
@@ -452,6 +452,11 @@ class Steps:
                     "function as an input"
                 )
             self._take(taken, name)
+        if not taken.asked:
+            # Other ranks add to what these hold, the mean of an earlier backward, and send the sum.
+            held = {name: self.parameters[name].grad for name in taken.added_to & step.missing}
+            dense = {name: grad.detach().to_dense() for name, grad in held.items() if grad is not None}
+            step.kept = {name: grad for name, grad in dense.items() if self.engine.leaves[name].is_like(grad)}
 
     def _keeps_promises(self, unused: frozenset[str]) -> bool:
         """Check the promises, and return False if no parameter had a gradient on any rank."""

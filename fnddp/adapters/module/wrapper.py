@@ -212,7 +212,7 @@ class DistributedDataParallel(TorchNames):
 
     def _settle(self) -> None:
         if not torch_private.is_within_backward():
-            self._steps.settle()
+            self._steps.backward.require_idle()
 
     def _adopt(self, sync: Sync) -> None:
         self._steps.settle()

@@ -81,11 +81,11 @@ class Matrices:
 
     def _rounds_of(self, cap: float) -> list[list[str]]:
         """Return the matrices of each message of at most `cap` bytes, the costliest of each owner first."""
-        of_owner: list[list[list[str]]] = [[] for _ in range(self.owners.n)]
-        sizes = [math.inf] * self.owners.n
+        of_owner: list[list[list[str]]] = [[[]] for _ in range(self.owners.n)]
+        sizes = [0.0] * self.owners.n
         for name, owner in self.owners.whole:
             nbytes = self.owners.n * self._row_bytes(name)
-            if sizes[owner] + nbytes > cap:
+            if of_owner[owner][-1] and sizes[owner] + nbytes > cap:
                 of_owner[owner].append([])
                 sizes[owner] = 0
             of_owner[owner][-1].append(name)
