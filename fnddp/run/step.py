@@ -123,6 +123,7 @@ class Step:
         self._learns_order, self._remembered, self._watches = learns_order, remembered, bool(remembered)
         self._arrived: list[str] = []  # leaves in the order of arrival, if that is to be learnt
         self._zeros = self._unused = frozenset[str]()
+        self.kept: Leaves = {}
         self._start()
         has_weight, has_peers = weight is not None and weight != FAILED, vote is not None and bool(vote.groups)
         self.exchanges_weights = exchanges_weights
@@ -151,7 +152,6 @@ class Step:
         self._streams: set[Stream] = set()  # where those were computed
         self._remaining = program.needed.copy()
         self._gave_nonfinite: Tensor | bool = False
-        self.kept: Leaves = {}
         self._put = bytearray(len(program.inputs))  # by position: 1 for leaves that have arrived
         self._works: dict[int, Work] = {}
         self._next = 0

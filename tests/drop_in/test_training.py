@@ -211,15 +211,17 @@ class Branches(nn.Module):
         return torch.stack([self.branches[i](x).sum() for i in used]).sum()
 
 
+@pytest.mark.parametrize("weighs", [False, True])
 @on_ranks(2)
-def test_gradients_that_are_added_to_on_some_ranks(rank: int) -> None:
+def test_gradients_that_are_added_to_on_some_ranks(rank: int, weighs: bool) -> None:
     """The mean of an earlier backward is in `.grad`; where a later one does not reach the parameter, it counts, too."""
     used = [[[0, 1], [0, 1]], [[0, 2], [0, 1]], [[1], [2]], [[0], [0]]]  # in each backward, on each rank
     ours, theirs = DDP(Branches()), TorchDDP(Branches(), find_unused_parameters=True)
     for i, of_ranks in enumerate(used):
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * i + rank))
-        for model in (ours, theirs):
-            model(x, of_ranks[rank]).backward()
+        with ours.weight(3.0) if weighs and i else nullcontext():  # the first weight begins a step again
+            ours(x, of_ranks[rank]).backward()
+        theirs(x, of_ranks[rank]).backward()
         assert_same_grads(ours, theirs)
 
 
