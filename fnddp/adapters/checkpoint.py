@@ -18,6 +18,7 @@ from fnddp.wire import control, groups
 _WORLD_SIZE = "world_size"  # key of the number of ranks that saved a checkpoint
 _PARTS = "parts"
 _PIPELINE = "pipeline"
+_ORDER = "order"  # of gradients, which the owner's first step has learnt
 
 
 class HasSync(Protocol):
@@ -75,6 +76,7 @@ class Checkpoint:
             **{key: value for key, value in saved.items() if key not in local},
             **keyed,
             **self._about(list(saved)),
+            _ORDER: list(getattr(self._owner, "_learnt_order", [])),
         }
         return {self._prefix + key: v.clone() if isinstance(v, Tensor) else v for key, v in everything.items()}
 
@@ -131,6 +133,8 @@ class Checkpoint:
             self._owner.sync_state = load_state_dict(self._owner.sync_state, merged)
         except ValueError as error:
             raise self._unfitting(state_dict, str(error)) from error
+        if hasattr(self._owner, "_learnt_order"):
+            self._owner._learnt_order = saved.get(_ORDER, [])  # pyright: ignore
 
     def _about(self, saved: list[str]) -> dict[str, Any]:
         return {_WORLD_SIZE: self._saved_size, _PARTS: saved, _PIPELINE: repr(self._owner.sync.over(None))}

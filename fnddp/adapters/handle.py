@@ -108,6 +108,15 @@ class HasPipeline:
         self._settle()
         return Checkpoint(self, self._group, saved_world_size, adopt=self._adopt if self._is_measured else None)
 
+    @property
+    def _learnt_order(self) -> list[str]:
+        """The order in which gradients come, by which buckets are laid out; empty before that is learnt."""
+        return self._engine.learnt
+
+    @_learnt_order.setter
+    def _learnt_order(self, order: list[str]) -> None:
+        self._engine.continue_with(order)
+
     def _settle(self) -> None:
         """Fail a step whose backward did not finish: the other ranks wait in it, and not for what comes next."""
         if not torch_private.is_within_backward():

@@ -119,6 +119,7 @@ class Engine:
         self._memories: list[int] | None = None
         self._measured_from: int | None = None  # number of steps at the first call of `taken`
         self._order: list[str] | None = None  # in which plans expect gradients to arrive
+        self.learnt: list[str] = []  # that order, if it is of the first step of this run, or of the one it continues
         self._dropped: frozenset[str] = frozenset()
         self._programs: list[Program] = []
         self._current: Program | None = None
@@ -260,6 +261,7 @@ class Engine:
             self._exchanges_weights = step.exchanges_weights
             self._notices = () if step.notice is None else (step.notice,)
         if step.arrival is not None:
+            self.learnt = step.arrival
             self.expect(step.arrival)
 
     def run(self, leaves: Leaves, state: State = None, *, weight: Any = None) -> Synchronized:
@@ -348,6 +350,14 @@ class Engine:
             self._order, self._programs = arrival, []
             self._memory.clear()
 
+    def continue_with(self, learnt: list[str]) -> None:
+        """Expect gradients in the order that the run has learnt which this one continues, if it has learnt one."""
+        if learnt and {*learnt} == self.leaves.keys():
+            self.learnt, self.learns_order = learnt, False
+            if learnt != self._order:
+                self._order, self._programs = learnt, []
+                self._memory.clear()
+
     def drop(self, leaves: frozenset[str]) -> None:
         """Leave out `leaves`, which no rank uses, from the next step on. They must be the same on all ranks."""
         if leaves:
@@ -383,7 +393,7 @@ class Engine:
         if list(self.leaves) != list(before.leaves):
             return False
         self.number, self._places = before.number, before._places
-        self._order, self._dropped = before._order, before._dropped
+        self._order, self.learnt, self._dropped = before._order, before.learnt, before._dropped
         self.learns_order &= before.learns_order
         self._exchanges_weights = before._exchanges_weights
         return True
