@@ -1,5 +1,7 @@
 """torch.distributed.checkpoint of model, optimizer and pipeline in one call, on gloo ranks."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,33 @@ from tests.ranks import on_ranks
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
 
 
+def net(norms: int = 0) -> nn.Module:
+    return nn.Sequential(*(nn.BatchNorm1d(6) for _ in range(norms)), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+class Reordered(nn.Module):
+    """Gradients come in another order than that of parameters reversed, which a first step expects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.middle = nn.Linear(16, 4), nn.Linear(6, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
 class Run:
-    def __init__(self, kind: str, sync: Any = SYNC, seed: int = 0, norms: int = 0) -> None:
+    def __init__(
+        self, kind: str, sync: Any = SYNC, seed: int = 0, make: Callable[[], nn.Module] = net, **options: Any
+    ) -> None:
         torch.manual_seed(seed)
-        net = nn.Sequential(*(nn.BatchNorm1d(6) for _ in range(norms)), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+        module = make()
         if kind == "register":
-            self.model: Any = nn.parallel.DistributedDataParallel(net)
+            self.model: Any = nn.parallel.DistributedDataParallel(module)
             self.keeper: Any = fnddp.register(self.model, sync)
         else:
-            self.model = self.keeper = fnddp.DistributedDataParallel(net, sync=sync)
-        self.optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+            self.model = self.keeper = fnddp.DistributedDataParallel(module, sync=sync, **options)
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
 
     def backward(self, step: int) -> None:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
@@ -98,28 +117,13 @@ def test_a_checkpoint_before_the_first_step_changes_nothing(
         assert torch.equal(parameters_of(run.model), parameters_of(undisturbed.model))
 
 
-class Reordered(nn.Module):
-    """Gradients come in another order than that of parameters reversed, which a first step expects."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.first, self.middle = nn.Linear(16, 4), nn.Linear(6, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
-
-
 @pytest.mark.parametrize("sync", ["allreduce", "error_feedback(powersgd(bf16(allreduce), rank=2))"])
 @on_ranks(3)
 def test_buckets_are_laid_out_as_in_the_run_that_is_resumed(rank: int, sync: str, tmp_path: Path) -> None:
     """A ring of three ranks adds up in an order that depends on where in a bucket a gradient lies."""
 
     def made(seed: int) -> Run:
-        run = Run("module", seed=seed)
-        torch.manual_seed(seed)
-        run.model = run.keeper = fnddp.DistributedDataParallel(Reordered(), sync=sync, bucket_cap_mb=0.001)
-        run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.05)
-        return run
+        return Run("module", sync, seed, make=Reordered, bucket_cap_mb=0.001)
 
     whole, resumed, again = made(0).train(0, 2), made(1), made(2).train(0, 1)
     save(tmp_path, *whole.parts)
@@ -162,14 +166,14 @@ def test_an_optimizer_that_has_not_stepped_stays_so(rank: int, tmp_path: Path) -
 @on_ranks(2)
 def test_buffers_are_those_of_the_first_rank(rank: int, kind: str, is_behind: bool, tmp_path: Path) -> None:
     """Each rank has its own between two forwards; DCP divides what looks replicated between ranks that write."""
-    whole = Run(kind, norms=6).train(0, 3)
+    whole = Run(kind, make=partial(net, 6)).train(0, 3)
     buffers = {name: buffer.clone() for name, buffer in whole.model.module.named_buffers()}
     assert not all(torch.equal(*everyones(buffer)) for buffer in buffers.values())
     if is_behind:
         async_save(tmp_path, *whole.parts, sync=whole.keeper).result()
     else:
         save(tmp_path, *whole.parts, sync=whole.keeper)
-    resumed = Run(kind, seed=1, norms=6)
+    resumed = Run(kind, seed=1, make=partial(net, 6))
     load(tmp_path, *resumed.parts, sync=resumed.keeper)
     for name, buffer in resumed.model.module.named_buffers():
         assert torch.equal(buffer, everyones(buffers[name])[0]), name
@@ -232,7 +236,7 @@ def test_each_rank_writes_a_file_into_a_folder_that_it_makes(rank: int, tmp_path
     """As on machines that share no file system, where the first rank's folder is not theirs."""
     folder = tmp_path / f"machine{rank}" / "run" / "checkpoint-3"
     run = Run("module").train(0, 3)
-    save_file(run.keeper, None, folder, "sync")
+    save_file(run.keeper.sync_checkpoint(), None, folder, "sync")
     residual = run.residual.clone()
     assert load_files(run.train(3, 4).keeper, None, folder, "sync")
     assert torch.equal(run.residual, residual)
@@ -241,10 +245,10 @@ def test_each_rank_writes_a_file_into_a_folder_that_it_makes(rank: int, tmp_path
 @on_ranks(2)
 def test_files_that_do_not_fit_are_errors_on_all_ranks(rank: int, tmp_path: Path) -> None:
     """Of another model on one rank, on all, or among those that a rank reads: before any state is set."""
-    run, others = Run("module").train(0, 3), Run("module", norms=1).train(0, 1)
-    save_file(run.keeper, None, tmp_path / "mixed", "sync")
-    save_file(others.keeper, None, tmp_path / ("mixed" if rank == 1 else "unused"), "sync")
-    save_file(others.keeper, None, tmp_path / "other", "sync")
+    run, others = Run("module").train(0, 3), Run("module", make=partial(net, 1)).train(0, 1)
+    save_file(run.keeper.sync_checkpoint(), None, tmp_path / "mixed", "sync")
+    save_file(others.keeper.sync_checkpoint(), None, tmp_path / ("mixed" if rank == 1 else "unused"), "sync")
+    save_file(others.keeper.sync_checkpoint(), None, tmp_path / "other", "sync")
     before = run.residual.clone()
     with pytest.raises(fnddp.RankMismatchError, match="their state"):
         load_files(run.keeper, None, tmp_path / "mixed", "sync")

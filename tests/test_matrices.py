@@ -24,17 +24,6 @@ APART = 1e-5  # MiB: each owner's matrices travel in messages of their own
 FEW_BITS = "quantize(allgather, bits=4)", "ef21(quantize(allgather, bits=4))"
 
 
-@on_ranks(3)
-def test_checkpoints_of_shards_do_not_take_matrices_of_owners(rank: int, tmp_path: Path):
-    sharded = Sharded()
-    compressed = compress_shards(sharded.net, "two_shot")
-    for run in (save, load):
-        with pytest.raises(
-            TypeError, match=r"Muon has its state at the owners.*save the result of optimizer_state_dict"
-        ):
-            run(tmp_path, sharded.net, sharded.muon, sync=compressed)
-
-
 def net() -> nn.Sequential:
     """Rows that do not divide by the shards."""
     torch.manual_seed(0)
@@ -88,6 +77,17 @@ def reference(rank: int, steps: int) -> list[Tensor]:
         muon.step()
         model.zero_grad()
     return list(model.parameters())
+
+
+@on_ranks(3)
+def test_checkpoints_of_shards_do_not_take_matrices_of_owners(rank: int, tmp_path: Path):
+    sharded = Sharded()
+    compressed = compress_shards(sharded.net, "two_shot")
+    for run in (save, load):
+        with pytest.raises(
+            TypeError, match=r"Muon has its state at the owners.*save the result of optimizer_state_dict"
+        ):
+            run(tmp_path, sharded.net, sharded.muon, sync=compressed)
 
 
 @on_ranks(2)

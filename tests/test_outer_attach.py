@@ -462,10 +462,10 @@ def test_states_of_other_steps_are_not_set(rank: int) -> None:
 @on_ranks(2)
 def test_no_outer_step_on_one_rank_is_an_error_on_all(rank: int) -> None:
     model = make_model()
-    error = (
-        (RankMismatchError, "failed with TypeError: outer.attach: outer=3") if rank == 0 else (TypeError, "outer=3 is")
-    )
-    with pytest.raises(error[0], match=error[1]):
+    kind, message = RankMismatchError, "failed with TypeError: outer.attach: outer=3"
+    if rank == 1:
+        kind, message = TypeError, "outer=3 is"
+    with pytest.raises(kind, match=message):
         outer.attach(model, SGD(model.parameters()), 3 if rank else outer.local_sgd(every=2))
 
 

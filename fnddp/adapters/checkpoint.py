@@ -32,6 +32,16 @@ class HasSync(Protocol):
         ...
 
 
+class HasOrder(Protocol):
+    """An object that learns in which order gradients come, by which it lays out buckets."""
+
+    @property
+    def learnt_order(self) -> list[str]: ...
+
+    @learnt_order.setter
+    def learnt_order(self, order: list[str]) -> None: ...
+
+
 class HasCheckpoint(Protocol):
     """A `fnddp.DistributedDataParallel`, or the result of `register`, `compress` or its parts."""
 
@@ -51,6 +61,7 @@ class Checkpoint:
         prefix: Prefix of all keys, where ranks outside of the group have states of their own.
         place: This rank and the number of ranks, where they are those of several groups.
         adopt: Replaces the owner's pipeline, which was measured, by that of a checkpoint; None if it stays.
+        order: Its order of gradients is saved, and set if there is one; None if nothing depends on it.
     """
 
     def __init__(
@@ -61,8 +72,9 @@ class Checkpoint:
         prefix: str = "",
         place: tuple[int, int] | None = None,
         adopt: Callable[[Sync], None] | None = None,
+        order: HasOrder | None = None,
     ) -> None:
-        self._owner, self._prefix, self._adopt = owner, prefix, adopt
+        self._owner, self._prefix, self._adopt, self._order = owner, prefix, adopt, order
         rank, size = place or (groups.rank(group), groups.world_size(group))
         self._saved_size = saved_world_size or size
         self._shares = shares(rank, size, self._saved_size)
@@ -76,9 +88,14 @@ class Checkpoint:
             **{key: value for key, value in saved.items() if key not in local},
             **keyed,
             **self._about(list(saved)),
-            _ORDER: list(getattr(self._owner, "_learnt_order", [])),
+            _ORDER: [] if self._order is None else self._order.learnt_order,
         }
         return {self._prefix + key: v.clone() if isinstance(v, Tensor) else v for key, v in everything.items()}
+
+    @property
+    def has_local_parts(self) -> bool:
+        """True if ranks have parts of the state that differ."""
+        return any(part.kind == LOCAL for part in parts(self._owner.sync_state))
 
     def about(self) -> dict[str, Any]:
         """Return the entries of `state_dict` that describe it: enough for `require_fitting`."""
@@ -133,8 +150,8 @@ class Checkpoint:
             self._owner.sync_state = load_state_dict(self._owner.sync_state, merged)
         except ValueError as error:
             raise self._unfitting(state_dict, str(error)) from error
-        if hasattr(self._owner, "_learnt_order"):
-            self._owner._learnt_order = saved.get(_ORDER, [])  # pyright: ignore
+        if self._order is not None:
+            self._order.learnt_order = saved.get(_ORDER, [])
 
     def _about(self, saved: list[str]) -> dict[str, Any]:
         return {_WORLD_SIZE: self._saved_size, _PARTS: saved, _PIPELINE: repr(self._owner.sync.over(None))}
@@ -173,15 +190,15 @@ def of_rank(rank: int, key: str) -> str:
     return f"rank{rank}/{key}"
 
 
-def gathered(owner: HasSync, group: str | None) -> dict[str, Any]:
+def gathered(checkpoint: Checkpoint, group: str | None) -> dict[str, Any]:
     """Return the state of all ranks as one flat dict on the CPU of the first rank; on other ranks an empty dict.
 
     All ranks must call it. Only local parts are sent. The wrong choice where those of all ranks do not fit into the
     first rank's memory: let `torch.distributed.checkpoint` write a `Checkpoint`.
     """
-    mine = _on_cpu(owner, group)
+    mine = _on_cpu(checkpoint)
     everyone = [mine]
-    if any(part.kind == LOCAL for part in parts(owner.sync_state)):
+    if checkpoint.has_local_parts:
         everyone = control.gather_object(mine, group)
     if groups.rank(group) != 0:
         return {}
@@ -197,10 +214,10 @@ def load_gathered(owner: HasCheckpoint, saved: Mapping[str, Any]) -> None:
     owner.sync_checkpoint(saved[_WORLD_SIZE]).load_state_dict(saved)
 
 
-def save_file(owner: HasSync, group: str | None, folder: str | Path, name: str) -> None:
+def save_file(checkpoint: Checkpoint, group: str | None, folder: str | Path, name: str) -> None:
     """Write this rank's state to `folder/name-rank<r>.pt`. All ranks call it; nothing is sent."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    torch.save(_on_cpu(owner, group), _path(folder, name, groups.rank(group)))
+    torch.save(_on_cpu(checkpoint), _path(folder, name, groups.rank(group)))
 
 
 def load_files(owner: HasCheckpoint, group: str | None, folder: str | Path, name: str) -> bool:
@@ -260,6 +277,5 @@ def _read(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _on_cpu(owner: HasSync, group: str | None) -> dict[str, Any]:
-    saved = Checkpoint(owner, group).state_dict()
-    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in saved.items()}
+def _on_cpu(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {key: v.cpu() if isinstance(v, Tensor) else v for key, v in checkpoint.state_dict().items()}

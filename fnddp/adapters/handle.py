@@ -106,15 +106,16 @@ class HasPipeline:
             saved_world_size: The number of ranks that saved the state to load; None for the present number.
         """
         self._settle()
-        return Checkpoint(self, self._group, saved_world_size, adopt=self._adopt if self._is_measured else None)
+        adopt = self._adopt if self._is_measured else None
+        return Checkpoint(self, self._group, saved_world_size, adopt=adopt, order=self)
 
     @property
-    def _learnt_order(self) -> list[str]:
+    def learnt_order(self) -> list[str]:
         """The order in which gradients come, by which buckets are laid out; empty before that is learnt."""
         return self._engine.learnt
 
-    @_learnt_order.setter
-    def _learnt_order(self, order: list[str]) -> None:
+    @learnt_order.setter
+    def learnt_order(self, order: list[str]) -> None:
         self._engine.continue_with(order)
 
     def _settle(self) -> None:

@@ -78,11 +78,9 @@ class _OwnerSteps(Steps):
 
     def _write(self, done: Synchronized, taken: Any) -> None:
         for name, mean in done.mean.items():
-            parameter = self.parameters[name]
-            later = self.engine.sync.gives_later and parameter.requires_grad and bool(mean.any())
-            if name in done.unused and not later:
+            if name in done.unused and not self._comes_later(name, mean):
                 continue
-            parameter.grad = None
+            self.parameters[name].grad = None
             self.owners.receive(name, mean, taken.sparse.get(name))
 
     def _feed_with_placeholder(self, taken: Any, name: str, grad: Tensor) -> Tensor:

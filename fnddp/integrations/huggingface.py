@@ -51,7 +51,7 @@ class Pipelines:
     def save(self, models: Sequence[nn.Module], _: Any, folder: str) -> None:
         """Write a file for each rank and each model, in `accelerator.save_state`."""
         for name, handle in self._named(models):
-            save_file(handle, handle.group, folder, name)
+            save_file(handle.sync_checkpoint(), handle.group, folder, name)
 
     def load(self, models: Sequence[nn.Module], folder: str) -> None:
         """Read the files of `save`, in `accelerator.load_state`; another number of ranks takes shares."""

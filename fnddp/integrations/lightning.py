@@ -10,7 +10,7 @@ from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from fnddp.adapters.checkpoint import gathered, load_gathered
+from fnddp.adapters.checkpoint import Checkpoint, gathered, load_gathered
 from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.core import tree
 from fnddp.core.state import load_state_dict, parts, state_dict
@@ -74,7 +74,7 @@ class FnddpStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write `checkpoint` on the first rank, with the pipeline's state unless it holds only weights."""
         if "optimizer_states" in checkpoint and self.sync_state is not None:
-            checkpoint = {**checkpoint, KEY: gathered(self, None)}
+            checkpoint = {**checkpoint, KEY: gathered(Checkpoint(self, None), None)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class FnddpFabricStrategy(FabricDDPStrategy):
     ) -> None:
         """Write `state` on the first rank, with the pipeline state of each module in it."""
         ours = {name: model for name, model in state.items() if isinstance(model, DistributedDataParallel)}
-        saved = {name: gathered(model, None) for name, model in ours.items()}
+        saved = {name: gathered(model.sync_checkpoint(), None) for name, model in ours.items()}
         super().save_checkpoint(path, {**state, KEY: saved} if saved else state, storage_options, filter)
 
     def load_checkpoint(

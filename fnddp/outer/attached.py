@@ -1,7 +1,7 @@
 """Outer steps in a training script: each runs after `optimizer.step()`; exchanges overlap with training."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,9 +151,13 @@ class Attached:
 
     def _set(self, state: State) -> None:
         """Set the state, on all ranks: they compare what is equal on all of them, as the anchor and the counter are."""
-        if isinstance(self._wire, C10d) and dist.is_initialized():
-            agree_on_state(self.outer, self._state, state, self.outer.groups or {None}, self._wire)
+        agree_on_state(self.outer, self._state, state, self._live_groups, self._wire)
         self._state = state
+
+    @property
+    def _live_groups(self) -> Collection[str | None]:
+        """The process groups of torch.distributed that exchanges are over, if any."""
+        return (self.outer.groups or {None}) if isinstance(self._wire, C10d) and dist.is_initialized() else ()
 
     @property
     def under_way(self) -> tuple[str, ...]:
@@ -296,8 +300,7 @@ class Attached:
         Each worker saves a checkpoint of its own, in a folder of its own, with the group of its shards as `group`. Any
         number of shards loads it, but for what is not like a parameter, such as PowerSGD's queries.
         """
-        groups = (self.outer.groups or {None}) if isinstance(self._wire, C10d) and dist.is_initialized() else ()
-        workers = {rank for group in groups for rank in dist.get_process_group_ranks(live_group(group))}
+        workers = {rank for group in self._live_groups for rank in dist.get_process_group_ranks(live_group(group))}
         workers -= {live_rank(None)}
         return OuterCheckpoint(self, self._parameters, self._shards.place, workers)
 

@@ -354,9 +354,10 @@ class Engine:
         """Expect gradients in the order that the run has learnt which this one continues, if it has learnt one."""
         if learnt and {*learnt} == self.leaves.keys():
             self.learnt, self.learns_order = learnt, False
-            if learnt != self._order:
-                self._order, self._programs = learnt, []
-                self._memory.clear()
+            if self.plan is None:
+                self._order = learnt
+            else:
+                self.expect(learnt)
 
     def drop(self, leaves: frozenset[str]) -> None:
         """Leave out `leaves`, which no rank uses, from the next step on. They must be the same on all ranks."""

@@ -478,9 +478,7 @@ class Steps:
     def _write(self, done: Synchronized, taken: _Taken) -> None:
         for name, mean in done.mean.items():
             parameter = self.parameters[name]
-            if name in done.unused and not (
-                self.engine.sync.gives_later and parameter.requires_grad and bool(mean.any())
-            ):
+            if name in done.unused and not self._comes_later(name, mean):
                 continue
             before, grad = parameter.grad, taken.placeholders.get(name, mean)
             if name in taken.sparse:
@@ -497,6 +495,10 @@ class Steps:
                 parameter.grad = None
         for name in self.parameters.keys() - done.mean.keys() - done.unused:  # no update: optimizers stand still
             self.parameters[name].grad = None
+
+    def _comes_later(self, name: str, mean: Tensor) -> bool:
+        """Return whether the mean of a parameter that no rank has used is of gradients that came before."""
+        return self.engine.sync.gives_later and self.parameters[name].requires_grad and bool(mean.any())
 
     def wait_for_futures(self) -> None:
         if self.futures:

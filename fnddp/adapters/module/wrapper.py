@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fnddp import torch_private
-from fnddp.adapters.backward import LEFT_OUT
+from fnddp.adapters.backward import LEFT_OUT, Backward
 from fnddp.adapters.handle import log_adopted, warn_without_memory
 from fnddp.adapters.module.gate import gated, is_differentiated
 from fnddp.adapters.module.promises import Promises
@@ -202,24 +202,26 @@ class DistributedDataParallel(TorchNames):
     def sync(self, sync: Sync | str) -> None:
         if self._engine.is_open and torch_private.is_within_backward():
             raise RuntimeError(f"{OWNER}: the pipeline cannot change while a backward is running")
-        self._steps.settle()
-        self._steps.require_same_world()
         before = self.sync
-        self._use(*self._agreed(sync, verify=True))
+        self._replace(sync, verify=True)
         if self._is_measured and sync != AUTO:
             log_adopted(before, self.sync)
         self._is_measured = sync == AUTO
 
-    def _settle(self) -> None:
-        if not torch_private.is_within_backward():
-            self._steps.backward.require_idle()
-
     def _adopt(self, sync: Sync) -> None:
+        before = self.sync
+        self._replace(sync, verify=False)
+        log_adopted(before, self.sync)
+        self._compares = True
+
+    def _replace(self, sync: Sync | str, *, verify: bool) -> None:
         self._steps.settle()
         self._steps.require_same_world()
-        log_adopted(self.sync, sync)
-        self._use(*self._agreed(sync, verify=False))
-        self._compares = True
+        self._use(*self._agreed(sync, verify=verify))
+
+    @property
+    def _backward(self) -> Backward:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._steps.backward
 
     @torch_private.untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

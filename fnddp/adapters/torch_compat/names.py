@@ -135,7 +135,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         """
         block = ExitStack()
         block.enter_context(TorchDDP.join(self, *args, **kwargs))  # pyright: ignore[reportArgumentType]
-        block.callback(self._steps.backward.require_idle)  # for the others, before this rank follows them
+        block.callback(self._settle)  # for the others, before this rank follows them
         return block
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -63,7 +63,8 @@ class Replicas(PipelineHandle):
         self._settle()
         index = self._shards.mesh.flatten().tolist().index(dist.get_rank())
         adopt = self._adopt if self._is_measured else None
-        return Checkpoint(self, self.group, saved_world_size, f"shard{index}of{self._shards.size()}/", adopt=adopt)
+        prefix = f"shard{index}of{self._shards.size()}/"
+        return Checkpoint(self, self.group, saved_world_size, prefix, adopt=adopt, order=self)
 
     def prepare(self) -> Plan | None:
         """Return the plan of the next step; None for a pipeline that cannot be lowered."""
