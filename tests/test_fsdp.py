@@ -69,11 +69,12 @@ def test_unused_and_kept_gradients(rank: int) -> None:
     model = sharded(mesh["shard"])
     replicas = compress_replicas(model, SYNC, mesh["replicate"])
     parameters = dict(model.named_parameters())
+    loss(model, x, extra=False).backward()
+    assert parameters["extra.weight"].grad is None
     loss(model, x, extra=rank < 2).backward()
     assert parameters["extra.weight"].grad is not None
     model.zero_grad()
     loss(model, x, extra=False).backward()
-    assert parameters["extra.weight"].grad is None
 
     # What is there is not sent again: of the two backwards each sends its own gradient.
     first = parameters["layers.0.weight"].grad.to_local().clone()
@@ -89,6 +90,31 @@ def test_unused_and_kept_gradients(rank: int) -> None:
         replicas.no_sync(),
     ):
         loss(model, x).backward()
+
+
+@on_ranks(4)
+def test_what_a_residual_sends_of_an_unused_leaf_is_its_gradient(rank: int) -> None:
+    """On all shards, also on those that have nothing of it: the norm of all shards is a collective."""
+    mesh, (x,) = meshes(2, 2), batches(1)
+    model = sharded(mesh["shard"])
+    replicas = compress_replicas(model, "error_feedback(topk(allgather, k=1))", mesh["replicate"])
+    parameters = dict(model.named_parameters())
+    state = replicas.state
+    before = torch.full_like(state.residual["extra.weight"], 0.0 if rank % 2 else 2.0)
+    state.residual["extra.weight"] = before.clone()
+    replicas.state = state
+    loss(model, x, extra=False).backward()
+    grad, left = parameters["extra.weight"].grad.to_local(), replicas.state.residual["extra.weight"]
+    assert torch.equal(grad + left, before)
+    assert grad.count_nonzero() == 1 - rank % 2
+    assert parameters["extra.bias"].grad is None
+    assert torch.nn.utils.get_total_norm([parameters["extra.weight"].grad]).full_tensor() == 2
+
+    # Not where it has been frozen meanwhile.
+    model.zero_grad()
+    parameters["extra.weight"].requires_grad_(False)
+    loss(model, x, extra=False).backward()
+    assert parameters["extra.weight"].grad is None
 
 
 @on_ranks(4)

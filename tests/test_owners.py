@@ -780,6 +780,32 @@ def test_a_frozen_leaf_stays_whatever_its_residual(rank: int):
     assert all(torch.equal(p, before[name]) for name, p in owned.net.other.named_parameters())
 
 
+@on_ranks(2, 3)
+def test_what_a_residual_sends_of_an_unused_leaf_is_a_gradient_on_all_ranks(rank: int):
+    """Also where its owner alone has got something: norms are the same, and loss scalers find a gradient."""
+    owned = Owned({"gradients": "error_feedback(quantize(two_shot, bits=4))"})
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    before = weights(owned.net.other)
+    for step in range(2):
+        scaler.scale(loss_of(owned.model(batch(rank, step), step == 0))).backward()
+        for each in owned.optimizers:
+            scaler.unscale_(each)
+        total = torch.nn.utils.clip_grad_norm_(owned.net.parameters(), 0.1)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (total.item(), [p.grad is None for p in owned.net.parameters()]))
+        assert everyone[1:] == everyone[:-1]
+        for each in owned.optimizers:
+            scaler.step(each)
+        scaler.update()
+        after = weights(owned.net.other)
+        assert any((after[name] != p).any() for name, p in before.items())
+        before = after
+        owned.net.zero_grad()
+        for each in owned.optimizers:
+            each.zero_grad()
+    require_same_on_ranks(owned.net)
+
+
 @on_ranks(2)
 def test_a_compiled_model_is_saved(rank: int, tmp_path: Path):
     folders: list[Any] = [str(tmp_path)]

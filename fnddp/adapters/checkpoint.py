@@ -234,6 +234,7 @@ def load_files(owner: HasCheckpoint, group: str | None, folder: str | Path, name
         RankMismatchError: On all ranks: their files have other entries.
         ValueError: On all ranks: all files are of another pipeline, or other parameters.
     """
+    owner.sync_checkpoint()  # ends a step that has broken off on this rank, in which the others wait
     saved: dict[str, Any] = {}
 
     def read() -> dict[str, str]:

@@ -78,7 +78,7 @@ class _OwnerSteps(Steps):
 
     def _write(self, done: Synchronized, taken: Any) -> None:
         for name, mean in done.mean.items():
-            if name in done.unused and not self._comes_later(name, mean):
+            if self._gets_nothing(name, done):
                 continue
             self.parameters[name].grad = None
             self.owners.receive(name, mean, taken.sparse.get(name))

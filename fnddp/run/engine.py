@@ -102,6 +102,7 @@ class Engine:
         self.number = next(_numbers)
         self.device = one_of({path: leaf.device for path, leaf in leaves.items()})
         self.groups = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups), *other_groups]))
+        self._gives_later, self._agrees = sync.gives_later, sync.agrees and not other_groups
         self.step: Step | None = None
         self.begun = self.steps = self.failed_steps = 0
         self.broken: BaseException | None = None
@@ -229,6 +230,8 @@ class Engine:
             exchanges_weights=self._exchanges_weights,
             learns_order=self.learns_order,
             remembered=self._remembered(),
+            gives_later=self._gives_later,
+            agrees=self._agrees,
             ahead=list(ahead),
             notices=self._notices,
             observer=self._observer,

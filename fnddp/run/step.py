@@ -35,10 +35,14 @@ class Synchronized(NamedTuple):
     """The result of a step: the means by path, and the leaves that arrived on no rank.
 
     There are no means after a skipped step, nor of leaves for which the pipeline has no update in this step.
+
+    `late` are those of the unused leaves for which something comes nevertheless, on some rank: of earlier steps, out of
+    a residual.
     """
 
     mean: Leaves
     unused: frozenset[str]
+    late: frozenset[str] = frozenset()
 
     def of(self, leaves: Iterable[str]) -> dict[str, Tensor | None]:
         """Return the mean of each of `leaves`, in their order; None for those without an update."""
@@ -78,6 +82,8 @@ class Step:
         weight: The weight of this rank's gradients; `scale` is the factor for them in a step without weights.
         learns_order: True to learn the order in which gradients arrive, for later steps.
         remembered: The parts that stay as they were if something that is not finite arrives on some rank.
+        gives_later: Whether means may contain gradients of earlier steps.
+        agrees: Whether all ranks get the same means, so that none has to ask others what comes late.
         ahead: Open steps on the same process groups, which go first.
         notices: Those of earlier steps on an accelerator, of this and other engines: see `notice`.
         observer: Names the pieces of the step in profiles, and measures them if that is on.
@@ -108,6 +114,8 @@ class Step:
         exchanges_weights: bool | None = None,
         learns_order: bool = False,
         remembered: Sequence[int] = (),
+        gives_later: bool = False,
+        agrees: bool = True,
         ahead: Sequence["Step"] = (),
         notices: Iterable[Callable[[], bool]] = (),
         observer: Observer,
@@ -121,6 +129,7 @@ class Step:
         self.notice: Callable[[], bool] | None = None
         self.arrival: list[str] | None = None
         self._learns_order, self._remembered, self._watches = learns_order, remembered, bool(remembered)
+        self._gives_later, self._agrees = gives_later, agrees
         self._arrived: list[str] = []  # leaves in the order of arrival, if that is to be learnt
         self._zeros = self._unused = frozenset[str]()
         self.kept: Leaves = {}
@@ -335,9 +344,17 @@ class Step:
             arrived = dict.fromkeys(path for path in self._arrived if path not in self._zeros)
             expected = [*arrived, *(path for path in reversed(program.positions) if path not in arrived)]
             self.arrival = self._vote.of_first_rank(expected)
+        late = self._late(means)
         self.parts, self.is_done = parts, True
         self._close()
-        return Synchronized(means, self._unused)
+        return Synchronized(means, self._unused, late)
+
+    def _late(self, means: Leaves) -> frozenset[str]:
+        """Return the unused leaves of which some rank's mean is not zero, the same on all ranks."""
+        if not self._gives_later or not self._unused:
+            return frozenset()
+        late = frozenset(path for path in self._unused if path in means and bool(means[path].any()))
+        return late if self._agrees or self._vote is None else self._vote.of_any_rank(late)
 
     def watch(self, is_nonfinite: Tensor | bool) -> None:
         """Note whether something was not finite on this rank, for `found_nonfinite`."""

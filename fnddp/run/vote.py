@@ -270,6 +270,13 @@ class Vote:
                 value = first_over(self._wire, value, group, self._device.device)
         return value
 
+    def of_any_rank(self, paths: frozenset[str]) -> frozenset[str]:
+        """Return the union of the `paths` of all ranks. Every rank must call it."""
+        with _named_failures(), self._device.selected():
+            for group in self.groups:
+                paths = frozenset().union(*gather_over(self._wire, paths, group, self._device.device))
+        return paths
+
     def _start(self, flags: Tensor, group: str | None) -> None:
         self._flags, self._work = self._wire.vote(flags, group)
 

@@ -478,7 +478,7 @@ class Steps:
     def _write(self, done: Synchronized, taken: _Taken) -> None:
         for name, mean in done.mean.items():
             parameter = self.parameters[name]
-            if name in done.unused and not self._comes_later(name, mean):
+            if self._gets_nothing(name, done):
                 continue
             before, grad = parameter.grad, taken.placeholders.get(name, mean)
             if name in taken.sparse:
@@ -496,9 +496,9 @@ class Steps:
         for name in self.parameters.keys() - done.mean.keys() - done.unused:  # no update: optimizers stand still
             self.parameters[name].grad = None
 
-    def _comes_later(self, name: str, mean: Tensor) -> bool:
-        """Return whether the mean of a parameter that no rank has used is of gradients that came before."""
-        return self.engine.sync.gives_later and self.parameters[name].requires_grad and bool(mean.any())
+    def _gets_nothing(self, name: str, done: Synchronized) -> bool:
+        """Return whether no rank has used a parameter, and nothing comes late for it; not where it is frozen now."""
+        return name in done.unused and not (name in done.late and self.parameters[name].requires_grad)
 
     def wait_for_futures(self) -> None:
         if self.futures:
