@@ -78,9 +78,10 @@ class _OwnerSteps(Steps):
 
     def _write(self, done: Synchronized, taken: Any) -> None:
         for name, mean in done.mean.items():
-            if self._gets_nothing(name, done):
+            parameter = self.parameters[name]
+            if done.has_nothing_for(name, parameter):
                 continue
-            self.parameters[name].grad = None
+            parameter.grad = None
             self.owners.receive(name, mean, taken.sparse.get(name))
 
     def _feed_with_placeholder(self, taken: Any, name: str, grad: Tensor) -> Tensor:

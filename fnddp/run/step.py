@@ -44,6 +44,10 @@ class Synchronized(NamedTuple):
     unused: frozenset[str]
     late: frozenset[str] = frozenset()
 
+    def has_nothing_for(self, path: str, parameter: Tensor) -> bool:
+        """Return whether no rank has used `parameter`, and nothing comes late for it; not where it is frozen now."""
+        return path in self.unused and not (path in self.late and parameter.requires_grad)
+
     def of(self, leaves: Iterable[str]) -> dict[str, Tensor | None]:
         """Return the mean of each of `leaves`, in their order; None for those without an update."""
         return {path: self.mean.get(path) for path in leaves}

@@ -478,7 +478,7 @@ class Steps:
     def _write(self, done: Synchronized, taken: _Taken) -> None:
         for name, mean in done.mean.items():
             parameter = self.parameters[name]
-            if self._gets_nothing(name, done):
+            if done.has_nothing_for(name, parameter):
                 continue
             before, grad = parameter.grad, taken.placeholders.get(name, mean)
             if name in taken.sparse:
@@ -495,10 +495,6 @@ class Steps:
                 parameter.grad = None
         for name in self.parameters.keys() - done.mean.keys() - done.unused:  # no update: optimizers stand still
             self.parameters[name].grad = None
-
-    def _gets_nothing(self, name: str, done: Synchronized) -> bool:
-        """Return whether no rank has used a parameter, and nothing comes late for it; not where it is frozen now."""
-        return name in done.unused and not (name in done.late and self.parameters[name].requires_grad)
 
     def wait_for_futures(self) -> None:
         if self.futures:

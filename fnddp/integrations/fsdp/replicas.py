@@ -203,15 +203,15 @@ class Replicas(PipelineHandle):
 
     def _finish(self, part: Reduction | None) -> None:
         self._part, step = part, self._backward.step
-        mean, unused, late = self._backward.end(self._take_late)
+        done = self._backward.end(self._take_late)
         if part is not None:
             part.keep(step.found_nonfinite)
             self._part = None
-        gradients = self._gradients()
-        for name in self._parameters.keys() - (unused - late):
-            p, grad = self._parameters[name], gradients.get(name)
-            if name in late and not p.requires_grad:  # frozen since
+        mean, gradients = done.mean, self._gradients()
+        for name, p in self._parameters.items():
+            if done.has_nothing_for(name, p):
                 continue
+            grad = gradients.get(name)
             if name not in mean:  # no update in this step
                 p.grad = None
                 continue
