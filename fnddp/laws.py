@@ -659,7 +659,7 @@ def _normal(rank: int, step: int) -> Callable[..., Tensor]:
     return normal
 
 
-class Layer(NamedTuple):
+class WeightAndBias(NamedTuple):
     """Two leaves of the tree `mixed`."""
 
     weight: Any
@@ -682,7 +682,7 @@ def mixed(rank: int, step: int) -> Tree:
     normal = _normal(rank, step)
     half, brain = torch.float16, torch.bfloat16
     return {
-        "blocks": [Layer(normal(16, 24, dtype=half), normal(16, dtype=brain)), None],
+        "blocks": [WeightAndBias(normal(16, 24, dtype=half), normal(16, dtype=brain)), None],
         "head": (normal(20, 9).t(), (normal(), normal(0, 3))),
         "double.weight": normal(9, 8, dtype=torch.float64),
         "complex.weight": normal(6, 10, dtype=torch.complex64),

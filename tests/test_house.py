@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -79,6 +80,13 @@ def test_private_names_of_torch_are_in_one_file():
             ):
                 parts = [*(node.module or "").split("."), *(name.name for name in node.names)]
                 assert not [part for part in parts if part.startswith("_") and part != "__future__"], f"{file}: {parts}"
+
+
+def test_a_class_has_a_name_of_its_own():
+    """One meaning each, private ones, too; torchft has torch's name for its class, as we have."""
+    trees = [ast.parse(file.read_text()) for file in files()]
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert [name for name, n in names.items() if n > 1 and name != "DistributedDataParallel"] == []
 
 
 def test_one_file_ends_the_steps_of_backwards():

@@ -10,7 +10,7 @@ from torch import Tensor
 import fnddp
 from fnddp import WireCounter, allreduce, error_feedback, fp16, lower, partition, powersgd, tree
 from fnddp.core.buckets import MB, assign_buckets
-from fnddp.ir.program import Grad, LeafSpec, Part, Span
+from fnddp.ir.program import Grad, LeafSpec, PayloadRange, StatePart
 from fnddp.laws import DONATIONS, SMALL_BUCKETS, law_6_lowered_is_eager
 from fnddp.plan.draft import Donation, Draft, Request
 from fnddp.plan.graph import tensor_nodes
@@ -194,7 +194,7 @@ def test_state_is_written_over_only_after_all_collectives(text):
         plan = lower_leaves(sync, specs_of(grads("model", 0)), state, **options)
         assert not plan.overwrites_state or donation.state
         assert not plan.overwrites or donation.gradients != "no"
-        kept, waited = (Part, Grad) if donation.gradients == "at_end" else (Part,), set[int]()
+        kept, waited = (StatePart, Grad) if donation.gradients == "at_end" else (StatePart,), set[int]()
         for segment in plan.segments:
             waited |= set(segment.waits)
             if segment.commits:
@@ -211,7 +211,7 @@ def test_a_mean_of_many_small_leaves_is_a_few_operations_a_bucket(text):
     assert buckets == 2
     assert plan.operations <= 4 * buckets
     divisions = [each for segment in plan.segments for each in segment.operations if each.function == "div"]
-    whole = [Span(c.index, 0, len(c.payloads) - 1) for c in plan.collectives]
+    whole = [PayloadRange(c.index, 0, len(c.payloads) - 1) for c in plan.collectives]
     assert [each.made for each in divisions] == whole  # of a buffer, whatever the shapes in it
 
 

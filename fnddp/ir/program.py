@@ -65,7 +65,7 @@ class Mean(_OfLeaf):
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePart:
     """A leaf of the state, by its position."""
 
     index: int
@@ -99,7 +99,7 @@ class Received(_OfPayload):
 
 
 @dataclass(frozen=True)
-class Span:
+class PayloadRange:
     """Neighbouring payloads in the buffer that a collective sends, as one tensor."""
 
     collective: int
@@ -107,7 +107,7 @@ class Span:
     last: int
 
 
-Name: TypeAlias = Grad | Part | Divisor | Held | Sent | Span | Received | Mean | Scratch | Temp
+Name: TypeAlias = Grad | StatePart | Divisor | Held | Sent | PayloadRange | Received | Mean | Scratch | Temp
 """The name of a value of a plan."""
 
 

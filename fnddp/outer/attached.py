@@ -19,7 +19,7 @@ from fnddp.outer.checkpoint import OuterCheckpoint
 from fnddp.outer.contract import Outer
 from fnddp.outer.overlapped import Overlapped
 from fnddp.outer.plan import Noted, OuterPlan, lower
-from fnddp.outer.shards import Shards, local, locals_of, shards_of
+from fnddp.outer.shards import WorkerShards, local, locals_of, shards_of
 from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import untraced, without_autocast
 from fnddp.wire import control
@@ -121,7 +121,7 @@ class Attached:
     _wire: Wire
     _prepare: Callable[[], object] | None
     _commit: Callable[[], bool] | None
-    _shards: Shards
+    _shards: WorkerShards
 
     def __post_init__(self) -> None:
         self._state = self._fresh()

@@ -21,7 +21,7 @@ _MODEL = "the model of outer.attach"
 
 
 @dataclass(frozen=True)
-class Shards:
+class WorkerShards:
     """How the parameters of a worker are divided between its ranks. Without any field, a rank has all of them.
 
     Attributes:
@@ -57,8 +57,8 @@ class Shards:
 
 def shards_of(
     model: nn.Module, group: Group, wire: Wire, commit: Callable[[], bool] | None, *, init_sync: bool = True
-) -> Shards:
-    """Return how the parameters of `model` that require gradients are sharded, or `Shards()`. All ranks call it.
+) -> WorkerShards:
+    """Return how the parameters of `model` that require gradients are sharded, or `WorkerShards()`. All ranks call it.
 
     Args:
         group: The ranks that hold the same shard in each worker.
@@ -70,14 +70,14 @@ def shards_of(
         RankMismatchError: Another rank has raised one; or some ranks have shards, and others whole parameters.
     """
     modules = tuple(module for module, _ in fsdp_groups(model).values())
-    made = Shards(modules=modules)
+    made = WorkerShards(modules=modules)
     made.reshard()
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
     if not sharded:
         if init_sync and isinstance(wire, C10d) and dist.is_initialized():
             agree(lambda: {_MODEL: "whole on each rank"}, None)
-        return Shards()
+        return WorkerShards()
     largest = max((p.device_mesh for p in sharded.values()), key=DeviceMesh.size)
 
     def check() -> dict[str, str]:
@@ -103,7 +103,7 @@ def shards_of(
     voters = groups if isinstance(wire, C10d) else ()
     place = f"{largest.get_coordinate()} of {list(largest.shape)}"
     sizes = {name: p.numel() for name, p in sharded.items()}
-    return Shards(groups, voters, sizes, place, modules, largest.size(), not any(largest.get_coordinate() or ()))
+    return WorkerShards(groups, voters, sizes, place, modules, largest.size(), not any(largest.get_coordinate() or ()))
 
 
 def _require_workers(group: Group, shards: DeviceMesh) -> None:

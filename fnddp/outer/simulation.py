@@ -15,7 +15,7 @@ from fnddp.simulation.simulate import Simulation, of_rank, require_rows, with_ro
 from fnddp.simulation.training import LocalOptimizers, MakeOptimizer, Trained, train_ranks
 from fnddp.torch_private import without_autocast
 from fnddp.wire.groups import World, within
-from fnddp.wire.simulated import Division, Ranks
+from fnddp.wire.simulated import Division, SimulatedRanks
 
 
 def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "OuterSimulation":
@@ -49,7 +49,7 @@ class OuterSimulation(Exchanges):
         for path, leaf in leaves.items():
             if not torch.equal(leaf, leaf[:1].expand_as(leaf)):
                 raise ValueError(f"simulate: ranks must start with equal parameters, but rows of leaf {path!r} differ")
-        with within(World(simulated=Ranks(self.world_size, torch.zeros((), dtype=torch.int64), self.groups))):
+        with within(World(simulated=SimulatedRanks(self.world_size, torch.zeros((), dtype=torch.int64), self.groups))):
             state = self.outer.init(tree.unflatten(spec, {path: leaf[0].clone() for path, leaf in leaves.items()}))
         return with_rows(state, self.world_size)
 

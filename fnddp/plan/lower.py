@@ -16,7 +16,7 @@ from fnddp.core.options import checked_int
 from fnddp.core.sync import State, Sync, require_sync
 from fnddp.core.tree import Tree
 from fnddp.ir.plan_data import require_backend
-from fnddp.ir.program import Collective, Divisor, Grad, Held, LeafSpec, Part
+from fnddp.ir.program import Collective, Divisor, Grad, Held, LeafSpec, StatePart
 from fnddp.plan.draft import Donation, Draft, Request, copied
 from fnddp.plan.graph import launch, launch_of, numbers, output_nodes, take, value
 from fnddp.plan.passes.combine import combine
@@ -186,7 +186,7 @@ def plan_of(draft: Draft) -> Plan:
     results: list[Any] = [name_of(node, draft.names) for node in outputs]
     overwritten = {draft.names[node] for node in placement.overwritten}
     by_name = {name: node for node, name in draft.names.items()}
-    counted = [*map(Part, draft.phase.counters), *map(Divisor, draft.phase.groups)]
+    counted = [*map(StatePart, draft.phase.counters), *map(Divisor, draft.phase.groups)]
     following = [outputs[len(request.leaves) + i] for i in draft.phase.counters]
     return Plan(
         sync=request.sync,
@@ -198,7 +198,7 @@ def plan_of(draft: Draft) -> Plan:
         phase=draft.phase,
         following=numbers(following, [by_name[name] for name in counted]),
         overwrites=frozenset(name.path for name in overwritten if isinstance(name, Grad)),
-        overwrites_state=tuple(sorted(name.index for name in overwritten if isinstance(name, Part))),
+        overwrites_state=tuple(sorted(name.index for name in overwritten if isinstance(name, StatePart))),
         results=frozenset(placement.results),
         memories={path: name_of(memory, draft.names) for path, memory in placement.memories.items()},
         constants={name: draft.held[name.name] for name in draft.names.values() if isinstance(name, Held)},

@@ -15,14 +15,27 @@ from fnddp.core.sync import State, Sync, parts_of, require_means
 from fnddp.core.tree import Leaves, is_inexact
 from fnddp.device import Device, Stream, device_of
 from fnddp.ir.plan_data import Phase
-from fnddp.ir.program import Collective, Divisor, Grad, LeafSpec, Mean, Name, Part, Received, Segment, Sent, Span, Temp
+from fnddp.ir.program import (
+    Collective,
+    Divisor,
+    Grad,
+    LeafSpec,
+    Mean,
+    Name,
+    PayloadRange,
+    Received,
+    Segment,
+    Sent,
+    StatePart,
+    Temp,
+)
 from fnddp.plan.plan import Plan
 from fnddp.run.backends import segments_of
 from fnddp.torch_private import foreach_copy, storage_use_count
 from fnddp.wire.groups import World, within
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 
-BufferSlice: TypeAlias = Sent | Received | Span
+BufferSlice: TypeAlias = Sent | Received | PayloadRange
 """A part of the memory of a collective."""
 
 T = TypeVar("T")
@@ -58,7 +71,7 @@ class Buffer:
 
     def _made(self, name: BufferSlice, memory: Tensor) -> Tensor:
         collective = self._collective
-        if isinstance(name, Span):
+        if isinstance(name, PayloadRange):
             first, last = collective.payloads[name.first], collective.payloads[name.last]
             return memory.narrow(-1, first.offset, last.offset + last.width - first.offset)
         payload = collective.payloads[name.position]
@@ -205,9 +218,9 @@ class Program:
         self._means = {path: register[name] for path, name in plan.means.items()}
         self._state = [(register[part], None) if isinstance(part, Name) else (None, part) for part in plan.state]
         self._memories = {path: register[name] for path, name in plan.memories.items()}
-        self._parts = [(i, part.index, part.index in plan.overwrites_state) for i, part in all_of(Part)]
+        self._parts = [(i, part.index, part.index in plan.overwrites_state) for i, part in all_of(StatePart)]
         self._results, self._divisors = all_of(Mean), all_of(Divisor)
-        self._slices = [*all_of(Sent), *all_of(Received), *all_of(Span)]
+        self._slices = [*all_of(Sent), *all_of(Received), *all_of(PayloadRange)]
         known: dict[Any, Tensor] = {**plan.constants, **{name: spec.empty() for name, spec in plan.scratch.items()}}
         self._constants = [known.get(name) for name in names]
         # The buffers of the last step, registers with their slices, and the places of gradients that are only copied.
@@ -345,7 +358,7 @@ def without_schedule(
         slot=0,
         needs=tuple(leaves),
         waits=(),
-        inputs=(*map(Grad, leaves), *(Part(i) for i in range(len(given))), *map(Divisor, groups)),
+        inputs=(*map(Grad, leaves), *(StatePart(i) for i in range(len(given))), *map(Divisor, groups)),
         outputs=(*means.values(), *state_after),
         frees=(),
         run=run,

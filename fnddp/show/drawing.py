@@ -11,7 +11,20 @@ from fnddp.cost.estimate import Links, estimate
 from fnddp.cost.link import duration
 from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Collective
-from fnddp.show.text import Run, collective, conditions_of, count, dtype, footer, header, runs, show, size, some, text
+from fnddp.show.text import (
+    Merged,
+    collective,
+    conditions_of,
+    count,
+    dtype,
+    footer,
+    header,
+    runs,
+    show,
+    size,
+    some,
+    text,
+)
 
 MARGIN, GUTTER, GAP, SEAM = 20, 84, 10, 1  # a seam separates one bar from the next
 NARROWEST = 104  # the width of a box
@@ -45,7 +58,7 @@ Point: TypeAlias = tuple[float, float]
 class Box:
     """A run of segments, drawn as a box."""
 
-    run: Run
+    run: Merged
     row: int
     left: float
     width: float

@@ -23,13 +23,13 @@ def name(of: Name) -> str:
     match of:
         case program.Grad(path):
             return f"grads[{text(path)}]"
-        case program.Part(index):
+        case program.StatePart(index):
             return f"state[{index}]"
         case program.Divisor(group):
             return "ranks" if group is None else f"ranks of {group}"
         case program.Sent(collective, position) | program.Received(collective, position):
             return f"c{collective}[{position}]"
-        case program.Span(collective, first, last):
+        case program.PayloadRange(collective, first, last):
             return f"c{collective}[{first}..{last}]"
         case program.Mean(path):
             return f"mean[{text(path)}]"
@@ -72,7 +72,7 @@ def _argument(argument: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Run:
+class Merged:
     """Segments of a slot that look alike, as one.
 
     Attributes:
@@ -90,7 +90,7 @@ class Run:
     launches: Collective | None
 
 
-def runs(plan: PlanData, *, merged: bool = True) -> Iterator[Run]:
+def runs(plan: PlanData, *, merged: bool = True) -> Iterator[Merged]:
     """Yield the segments of a plan; `merged`, those of the same slot and kind as one, up to a collective."""
     collectives, alike = plan.collectives, list[Segment]()
     for segment, following in zip(plan.segments, [*plan.segments[1:], None], strict=False):
@@ -100,7 +100,7 @@ def runs(plan: PlanData, *, merged: bool = True) -> Iterator[Run]:
         needs = tuple(chain.from_iterable(each.needs for each in alike))
         waits = tuple(collectives[index] for each in alike for index in each.waits)
         operations = tuple(chain.from_iterable(each.operations for each in alike))
-        yield Run(*_look(segment), needs, waits, operations, segment.launches)
+        yield Merged(*_look(segment), needs, waits, operations, segment.launches)
         alike.clear()
 
 
@@ -148,7 +148,7 @@ def footer(plan: PlanData) -> list[str]:
     ]
 
 
-def conditions_of(run: Run) -> list[str]:
+def conditions_of(run: Merged) -> list[str]:
     """Return the gradients and the collectives without which `run` does not start."""
     needs = [f"need {some([text(path) for path in run.needs], 'gradients')}"] if run.needs else []
     return needs + ([f"wait {', '.join([c.name for c in run.waits])}"] if run.waits else [])

@@ -15,7 +15,7 @@ from fnddp.core.sync import REPLICATED, Exchange, State, Sync, parts_of, require
 from fnddp.core.tree import Leaves, Tree
 from fnddp.torch_private import is_mapped, reinterpreted, without_autocast
 from fnddp.wire.groups import World, within
-from fnddp.wire.simulated import Division, Ranks
+from fnddp.wire.simulated import Division, SimulatedRanks
 from fnddp.wire.weights import Weight, require_weights, scale_of, scaled
 
 
@@ -197,8 +197,8 @@ class Simulation:
                 for path, leaf in leaves.items()
             }
 
-    def _ranks(self, rank: Tensor) -> Ranks:
-        return Ranks(self.world_size, rank, self.groups)
+    def _ranks(self, rank: Tensor) -> SimulatedRanks:
+        return SimulatedRanks(self.world_size, rank, self.groups)
 
     def _within(self, rank: Tensor) -> Any:
         return within(World(simulated=self._ranks(rank)))

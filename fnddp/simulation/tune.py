@@ -49,7 +49,7 @@ their cores, make it many times as slow."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class Compared:
     """What `tune` compares: means, or both hops of owners.
 
     Attributes:
@@ -69,8 +69,8 @@ class Kind:
     use: str
 
 
-MEANS = Kind(MEAN, "the plain mean", SIXTEEN_BITS, 'sync="auto"', lambda: candidates("none"), "sync={}")
-OWNERS = Kind(
+MEANS = Compared(MEAN, "the plain mean", SIXTEEN_BITS, 'sync="auto"', lambda: candidates("none"), "sync={}")
+OWNERS = Compared(
     "two_shot, allgather",
     "exact hops",
     ("bf16(two_shot), allgather", "bf16(two_shot), ef21(bf16(allgather))"),
@@ -346,7 +346,7 @@ class Tuned:
     within: float
     chosen: str | None = MEAN
     among: Collection[str] | None = None
-    kind: Kind = MEANS
+    kind: Compared = MEANS
 
     def of(self, pipeline: str) -> Outcome:
         """Return the outcome of `pipeline`."""

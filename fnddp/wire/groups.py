@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fnddp import torch_private
 from fnddp.wire.protocol import Wire
-from fnddp.wire.simulated import Ranks
+from fnddp.wire.simulated import SimulatedRanks
 
 DEFAULT_GROUP = "default"
 """The name of the default group in a graph that is traced."""
@@ -47,7 +47,7 @@ class World:
     traced: bool = False
     size: WorldSize | None = None
     ranks: Mapping[str | None, Any] = field(default_factory=dict[str | None, Any])
-    simulated: Ranks | None = None
+    simulated: SimulatedRanks | None = None
     bucket_of: Callable[[str], int | None] | None = None
 
     def size_of(self, groups: frozenset[str | None] | None) -> WorldSize | None:

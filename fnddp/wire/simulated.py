@@ -14,7 +14,7 @@ Division = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Ranks:
+class SimulatedRanks:
     """The `n` ranks of a simulation: the one that runs (within vmap, all of them), and their groups by name."""
 
     n: int

@@ -15,7 +15,7 @@ OWNER = "DistributedDataParallel"
 
 
 @dataclass(frozen=True)
-class Trained:
+class WrappedParameters:
     """The parameters of a module when it was wrapped.
 
     Attributes:
@@ -29,7 +29,7 @@ class Trained:
     others: frozenset[str]
 
     @classmethod
-    def of(cls, module: nn.Module, ignored: Collection[str], theirs: Collection[nn.Parameter]) -> "Trained":
+    def of(cls, module: nn.Module, ignored: Collection[str], theirs: Collection[nn.Parameter]) -> "WrappedParameters":
         """Return the parameters of `module`, but for names in `ignored`, and `theirs`, which wrapped parts synchronize.
 
         Raises:
@@ -62,7 +62,7 @@ class Slots:
         buffers: The dicts that hold the buffers of the module and its parts.
     """
 
-    def __init__(self, module: nn.Module, trained: Trained) -> None:
+    def __init__(self, module: nn.Module, trained: WrappedParameters) -> None:
         self._trained = trained
         # Makes torch.utils.swap_tensors refuse them, as with torch's class: swapped parameters would lose our hooks.
         self._pins = [weakref.ref(parameter) for parameter in trained.parameters.values()]

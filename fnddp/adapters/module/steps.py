@@ -19,7 +19,7 @@ from fnddp import torch_private
 from fnddp.adapters.backward import Backward, FastPath, WeakHook, accumulates, asked_for, executes
 from fnddp.adapters.module.outputs import tensors_in
 from fnddp.adapters.module.promises import Promises
-from fnddp.adapters.module.slots import OWNER, Trained
+from fnddp.adapters.module.slots import OWNER, WrappedParameters
 from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.state import describe
 from fnddp.core.sync import Sync
@@ -98,7 +98,9 @@ class Steps:
         self._hooks: list[Any] = []
         self._early: dict[str, Any] = {}  # hooks of parameters that see gradients before they are accumulated
 
-    def use(self, engine: Engine, trained: Trained, sparse: Collection[nn.Parameter], world: Membership) -> None:
+    def use(
+        self, engine: Engine, trained: WrappedParameters, sparse: Collection[nn.Parameter], world: Membership
+    ) -> None:
         """Run the steps of `engine` from now on, for the gradients of these parameters.
 
         Args:

@@ -18,7 +18,7 @@ from fnddp.adapters.backward import LEFT_OUT, Backward
 from fnddp.adapters.handle import log_adopted, warn_without_memory
 from fnddp.adapters.module.gate import gated, is_differentiated
 from fnddp.adapters.module.promises import Promises
-from fnddp.adapters.module.slots import OWNER, Slots, Trained, sparse_parameters
+from fnddp.adapters.module.slots import OWNER, Slots, WrappedParameters, sparse_parameters
 from fnddp.adapters.module.steps import Steps
 from fnddp.adapters.reentrant import refuse_reentrant_checkpoints
 from fnddp.adapters.torch_compat import arguments
@@ -536,13 +536,13 @@ class DistributedDataParallel(TorchNames):
 TorchDDP.register(DistributedDataParallel)
 
 
-def _trained(module: nn.Module, ignored: set[str]) -> Trained:
+def _trained(module: nn.Module, ignored: set[str]) -> WrappedParameters:
     """Return the parameters to synchronize. Those of a wrapped part of the module are synchronized by that part."""
     for name, part in module.named_modules():
         if TorchDDP in type(part).__mro__:  # isinstance is also true of ours
             raise _shared_with_torch(f"the part {name!r} of the module" if name else "the module")
     theirs = {parameter for part in _parts(module) for parameter in part._trained.parameters.values()}  # pyright: ignore[reportPrivateUsage]
-    return Trained.of(module, ignored, theirs)
+    return WrappedParameters.of(module, ignored, theirs)
 
 
 def _parts(module: nn.Module) -> list[DistributedDataParallel]:

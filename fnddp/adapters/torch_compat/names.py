@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fnddp import torch_private
 from fnddp.adapters.handle import HasPipeline
 from fnddp.adapters.hook import from_hook
-from fnddp.adapters.module.slots import OWNER, Slots, Trained, sparse_parameters
+from fnddp.adapters.module.slots import OWNER, Slots, WrappedParameters, sparse_parameters
 from fnddp.adapters.module.steps import Steps
 from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.sync import Sync
@@ -85,7 +85,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
     parameters_to_ignore: set[str]
     forward_sync_buffers: bool
     sync: Any  # a property of the subclass
-    _trained: Trained
+    _trained: WrappedParameters
     _slots: Slots
     _steps: Steps
     _log: Log

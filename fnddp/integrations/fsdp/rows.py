@@ -85,7 +85,7 @@ class Rows:
 
 
 @dataclass(frozen=True, repr=False)
-class to_owners(Carrier):
+class rows_to_owners(Carrier):
     """The first half of `two_shot`, in place of FSDP's reduce-scatter: owners add up their rows of all ranks' buffers.
 
     Leaves are the buffer, `""`, or gradients by name, for `error_feedback`. The mean of `exchange` has one entry, `""`:
@@ -110,7 +110,7 @@ class to_owners(Carrier):
         return self.carry(layers, leaves, state)
 
 
-def to_all(layers: Layers, row: Tensor, rows: Rows, name: str, group: str | None) -> Tensor:
+def rows_to_all(layers: Layers, row: Tensor, rows: Rows, name: str, group: str | None) -> Tensor:
     """Gather this rank's `row: [width]` as `allgather` does; return all rows as all ranks decode them: `[n, width]`."""
     rank = collectives.rank(group)
     encoded = rows.encode(layers, row.unsqueeze(0), Key(name, rank), rank)

@@ -16,7 +16,7 @@ from fnddp.core.state import describe
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import replaced
 from fnddp.device import device_of
-from fnddp.integrations.fsdp.rows import Rows, to_all, to_owners
+from fnddp.integrations.fsdp.rows import Rows, rows_to_all, rows_to_owners
 from fnddp.torch_private import FSDPGroup, is_within_backward
 from fnddp.transforms.memory import ef21, error_feedback
 from fnddp.wire.c10d import C10D
@@ -174,7 +174,7 @@ class Unit:
         self._seen.known = None
 
     def _gathered(self, row: Tensor, layers: Layers) -> Tensor:
-        return to_all(layers, row, self._rows, self.name, self.group)
+        return rows_to_all(layers, row, self._rows, self.name, self.group)
 
     def _divided(self, total: Tensor) -> Tensor:
         # If the user has set a factor since, FSDP divides by it.
@@ -184,7 +184,7 @@ class Unit:
         if self._present not in self._pipelines:
             assert self.gradients is not None
             rows = self._rows_of(self._present)
-            carrier = to_owners(group_name(self.fsdp.reducing), self.name, rows)
+            carrier = rows_to_owners(group_name(self.fsdp.reducing), self.name, rows)
             self._pipelines[self._present] = _with_carrier(self.gradients, carrier), rows
         return self._pipelines[self._present]
 

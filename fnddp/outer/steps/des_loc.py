@@ -90,7 +90,7 @@ class des_loc(Outer):
         require_state("des_loc", state, DesLocState)
         stepped, states = dict(params), dict(state.trees)
         for name, step in self._pairs:
-            leaves, states[name] = step.step(_of(name, params), state.trees[name], _Named(name, exchanges))
+            leaves, states[name] = step.step(_of(name, params), state.trees[name], _OfTree(name, exchanges))
             stepped.update({f"{name}.{path}": leaf for path, leaf in leaves.items()})
         return stepped, DesLocState(states)
 
@@ -116,7 +116,7 @@ def _moment(tree: str, name: str, p: Tensor, moments: Mapping[str, Mapping[str, 
     return found[tree]
 
 
-class _Named(Exchanges):
+class _OfTree(Exchanges):
     """Exchanges of one of several trees: puts the name of the tree before that of an exchange."""
 
     def __init__(self, name: str, exchanges: Exchanges) -> None:

@@ -52,7 +52,7 @@ class Traced(NamedTuple):
     group: str | None
 
 
-class Key(NamedTuple):
+class BufferKey(NamedTuple):
     """The key of collectives that share a buffer, which sorts them in the order in which they are issued.
 
     By slot, then depth: a bucket's second round is issued behind the next bucket's first. Names of groups are no part,
@@ -78,12 +78,12 @@ def combine(draft: Draft) -> Draft:
         mask = reach[node].leaves & ours
         return sorted((paths[i] for i in _bits(mask)), key=arrival.__getitem__)
 
-    groups: dict[tuple[Key, str | None, str | None], list[Traced]] = {}
+    groups: dict[tuple[BufferKey, str | None, str | None], list[Traced]] = {}
     for traced in _traced(draft):
         depth, like = reach[traced.node].depth, value(traced.payload)
         bucket = max((buckets[path] for path in leaves_of(traced.node)), default=0)
         dtype = str(like.dtype) if traced.kind.computes else ""
-        key = Key(bucket + depth, depth, bucket, traced.kind.name, dtype, str(like.device))
+        key = BufferKey(bucket + depth, depth, bucket, traced.kind.name, dtype, str(like.device))
         groups.setdefault((key, traced.op, traced.group), []).append(traced)
 
     with within(draft.request.world):
@@ -136,7 +136,7 @@ def _padding(width: int, itemsize: int) -> int:
     return padding if padding < MOST_PADDING * width else -width % (ALIGNMENT // itemsize)
 
 
-def _laid_out(index: int, key: Key, members: Sequence[Traced], labels: Sequence[str], n: int) -> Collective:
+def _laid_out(index: int, key: BufferKey, members: Sequence[Traced], labels: Sequence[str], n: int) -> Collective:
     kind, like = members[0].kind, value(members[0].payload)
     payloads: list[PayloadSpec] = []
     end = 0

@@ -22,11 +22,11 @@ from fnddp.ir.program import (
     Mean,
     Name,
     Operation,
+    PayloadRange,
     Received,
     Scratch,
     Segment,
     Sent,
-    Span,
     Temp,
 )
 from fnddp.plan.draft import Draft, DraftSegment
@@ -87,7 +87,7 @@ def name_of(node: Any, inputs: dict[fx.Node, Name]) -> Any:
 
 
 def _persists(name: Name) -> bool:
-    return isinstance(name, Sent | Span | Received | Mean | Scratch)
+    return isinstance(name, Sent | PayloadRange | Received | Mean | Scratch)
 
 
 class Variable(str):
@@ -356,12 +356,12 @@ class _Emitter:
         return fx.map_arg(arguments, lambda node: name_of(node, self._names))
 
 
-def _spans(places: Iterable[Any]) -> Iterator[Span]:
+def _spans(places: Iterable[Any]) -> Iterator[PayloadRange]:
     """Yield spans of payloads that are neighbours in a buffer."""
     ordered = enumerate(sorted(places, key=lambda place: (place.collective, place.position)))
     for _, run in groupby(ordered, lambda at: (at[1].collective, at[1].position - at[0])):
         neighbours = [place for _, place in run]
-        yield Span(neighbours[0].collective, neighbours[0].position, neighbours[-1].position)
+        yield PayloadRange(neighbours[0].collective, neighbours[0].position, neighbours[-1].position)
 
 
 def _function(node: fx.Node) -> str:

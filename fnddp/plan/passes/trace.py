@@ -22,7 +22,7 @@ from fnddp.core.opaque import for_compiler
 from fnddp.core.sync import groups_of, parts_of, require_means
 from fnddp.device import device_of
 from fnddp.ir.plan_data import Phase
-from fnddp.ir.program import Divisor, Grad, Held, LoweringError, Name, Part
+from fnddp.ir.program import Divisor, Grad, Held, LoweringError, Name, StatePart
 from fnddp.plan.draft import Draft, Request
 from fnddp.plan.graph import placeholders, remove_dead
 from fnddp.torch_private import (
@@ -275,7 +275,7 @@ def trace(request: Request) -> Draft:
             ) from error
         raise
     graph = remove_dead(recorder.graph)
-    inputs: list[Name] = [*map(Grad, leaves), *map(Part, range(len(parts))), *map(Divisor, sizes)]
+    inputs: list[Name] = [*map(Grad, leaves), *map(StatePart, range(len(parts))), *map(Divisor, sizes)]
     names: dict[fx.Node, Name] = dict(zip(placeholders(graph), inputs, strict=True))
     names |= {node: Held(str(node.target)) for node in graph.find_nodes(op="get_attr")}
     counters = tuple(i for i, part in enumerate(parts) if not isinstance(part, Tensor))
