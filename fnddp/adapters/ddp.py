@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward, WeakHook, require_synchronized
+from fnddp.adapters.backward import Backward, WeakHook
 from fnddp.adapters.handle import PipelineHandle
+from fnddp.adapters.module.slots import Slots, WrappedParameters
 from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
@@ -39,11 +40,12 @@ class Handle(PipelineHandle):
         group = group_name(model.process_group)
         self._finds_unused = model.find_unused_parameters
         self._module = model.module  # not the model: DDP holds this handle where gc cannot see
-        self._ignored = set(model.parameters_to_ignore)
-        self._parameters = _trained(model)
+        wrapped, fix = _wrapped(model), "wrap the module and register the pipeline again"
+        self._parameters: Leaves = {**wrapped.parameters}
+        self._slots = Slots(self._module, wrapped, "register", fix)
         self._names = {parameter: name for name, parameter in self._parameters.items()}
+        self._known: set[Tensor] | None = None  # those that DDP reduces, the same in all steps
         super().__init__(self._parameters, sync, group, wire, learns_order=False, backend=backend)
-        fix = "wrap the module and register the pipeline again"
         self._world = Membership(group, "register: the pipeline was registered", fix)
         self._pending: list[_Bucket] = []
         self._last: list[_Bucket] = []  # of the last step, if they may become leaves
@@ -167,9 +169,10 @@ class Handle(PipelineHandle):
                 parameter.grad.detach().copy_(mean)
 
     def _require_known(self) -> None:
-        known = {p for bucket in self._pending for p in bucket.parameters} & self._names.keys()
-        named = [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
-        require_synchronized("register", named, known, "wrap the module and register the pipeline again")
+        if self._known is None:
+            self._known = {p for bucket in self._pending for p in bucket.parameters} & self._names.keys()
+        self._slots.require_known(self._module)
+        self._slots.require_all_in(self._known)
 
 
 def _computes_by_element(sync: Sync) -> bool:
@@ -178,9 +181,8 @@ def _computes_by_element(sync: Sync) -> bool:
     return kinds and not any(isinstance(each, cast) and (each.check or each.draws) for each in all_in(sync))
 
 
-def _trained(model: DistributedDataParallel) -> Leaves:
-    named, ignored = model.module.named_parameters(), model.parameters_to_ignore
-    return {name: p for name, p in named if p.requires_grad and name not in ignored}
+def _wrapped(model: DistributedDataParallel) -> WrappedParameters:
+    return WrappedParameters.of(model.module, model.parameters_to_ignore, ())
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:
@@ -276,7 +278,7 @@ def register(
             f"{type(model).__name__}; of a fnddp.DistributedDataParallel set `sync`"
         )
     group = group_name(model.process_group)
-    pipeline = automatic(lambda: _trained(model), group, wire) if sync == AUTO else sync
+    pipeline = automatic(lambda: {**_wrapped(model).parameters}, group, wire) if sync == AUTO else sync
     handles: list[Handle] = []
 
     def set_up() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The places where a module keeps its parameters, and the tensors there now."""
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,18 @@ class Slots:
 
     `torch.func.functional_call` swaps them for one call; a user may assign new ones for good.
 
+    Args:
+        owner: Who has wrapped it, for errors.
+        fix: What to do about them.
+
     Attributes:
         buffers: The dicts that hold the buffers of the module and its parts.
     """
 
-    def __init__(self, module: nn.Module, trained: WrappedParameters) -> None:
-        self._trained = trained
+    def __init__(
+        self, module: nn.Module, trained: WrappedParameters, owner: str = OWNER, fix: str = "wrap the module again"
+    ) -> None:
+        self._trained, self._owner, self._fix = trained, owner, fix
         # Makes torch.utils.swap_tensors refuse them, as with torch's class: swapped parameters would lose our hooks.
         self._pins = [weakref.ref(parameter) for parameter in trained.parameters.values()]
         self._look_up(module)
@@ -75,14 +81,18 @@ class Slots:
     def require_known(self, module: nn.Module) -> None:
         """Raise a RuntimeError if a frozen parameter is not frozen any more, or there are new parameters."""
         frozen = [(name, t) for name, held, key in self._frozen_places if (t := held.get(key)) is not None]
-        require_synchronized(OWNER, frozen, frozenset(), "wrap the module again")
+        require_synchronized(self._owner, frozen, frozenset(), self._fix)
         has_same_parts = module is self._module and all(held == before for held, before in self._parts)
         if has_same_parts and all(len(held) == size for held, size in self._sizes):
             return
         of = self._trained
         named = [(n, p) for n, p in module.named_parameters() if n not in of.parameters and n not in of.others]
-        require_synchronized(OWNER, named, {*of.parameters.values(), *of.frozen.values()}, "wrap the module again")
+        require_synchronized(self._owner, named, {*of.parameters.values(), *of.frozen.values()}, self._fix)
         self._look_up(module)
+
+    def require_all_in(self, known: Set[Tensor]) -> None:
+        """Raise a RuntimeError if the module runs with tensors that require a gradient and are not `known`."""
+        require_synchronized(self._owner, self.tensors().items(), known, self._fix)
 
     def _look_up(self, module: nn.Module) -> None:
         parts = dict(module.named_modules(remove_duplicate=False))
