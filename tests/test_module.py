@@ -1,6 +1,7 @@
 """`fnddp.DistributedDataParallel` on gloo processes: torch's DDP in everything users rely on."""
 
 import copy
+import warnings
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -41,6 +42,22 @@ def test_parameters_and_buffers_are_those_of_the_first_rank(rank: int) -> None:
 def mlp() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+@on_ranks(2)
+def test_a_module_of_torchscript(rank: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        models = [wrap(torch.jit.script(mlp())) for wrap in (TorchDDP, DistributedDataParallel, TorchDDP)]
+    fnddp.register(models[2], allreduce)
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(rank)).double()
+    for step in range(2):
+        for model in models:
+            model.zero_grad()
+            (model(x) * (rank + step + 1)).square().mean().backward()
+        for want, *others in zip(*(model.parameters() for model in models), strict=True):
+            for got in others:
+                torch.testing.assert_close(got.grad, want.grad)
 
 
 def penalty(net: nn.Module, x: Tensor, power: int) -> Tensor:

@@ -12,8 +12,10 @@ from fnddp import torch_private
 
 aten: Any = torch.ops.aten
 
+_LINEAR = {aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar}
 _SCALING = {
-    *(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.zero_.default),
+    *_LINEAR,
+    aten.zero_.default,
     *(aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default, aten.nan_to_num_.default),
 }
 
@@ -61,13 +63,23 @@ class OwnedGradient(Tensor):
         owned = self.owned() if isinstance(self, cls) else None
         if func is aten.detach.default:
             return self
-        if owned is not None and func is aten.add_.Tensor:  # autograd accumulates
+        is_sum = func is aten.add_.Tensor and not kwargs and isinstance(others[0], Tensor)
+        if owned is not None and is_sum and others[0].shape == self.shape:  # autograd accumulates
             self.added = others[0].clone() if self.added is None else self.added.add_(others[0])
             return self
         if owned is not None and func is aten.linalg_vector_norm.default and len(args) < 3 and not kwargs:
             return owned.norm_of_gradient(self.path, *(others or [2.0]))
         if owned is not None and func in _SCALING and not any(isinstance(x, Tensor) and x.ndim for x in others):
             clears = func is aten.zero_.default
+            if clears:
+                self.added = None
+            elif self.added is not None and func not in _LINEAR:
+                raise RuntimeError(
+                    f"own: {func} of the gradient of {self.path!r}, a part of which no backward has synchronized, as "
+                    "of a backward within no_sync; run the last backward of a step before it, outside of no_sync"
+                )
+            elif self.added is not None:
+                func(self.added, *others, **(kwargs or {}))
             owned.change_gradient(self.path, lambda mine: func(mine, *others, **(kwargs or {})), clears=clears)
             return self
         names = [each.path for each in args if isinstance(each, cls)]

@@ -76,12 +76,11 @@ class Slots:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that the module runs with, by name."""
-        return {name: t for name, held, key in self._places if (t := held.get(key)) is not None}
+        return _held(self._places)
 
     def require_known(self, module: nn.Module) -> None:
         """Raise a RuntimeError if a frozen parameter is not frozen any more, or there are new parameters."""
-        frozen = [(name, t) for name, held, key in self._frozen_places if (t := held.get(key)) is not None]
-        require_synchronized(self._owner, frozen, frozenset(), self._fix)
+        require_synchronized(self._owner, _held(self._frozen_places).items(), frozenset(), self._fix)
         has_same_parts = module is self._module and all(held == before for held, before in self._parts)
         if has_same_parts and all(len(held) == size for held, size in self._sizes):
             return
@@ -104,6 +103,11 @@ class Slots:
             _places(parts, self._trained.parameters),
             _places(parts, self._trained.frozen),
         )
+
+
+def _held(places: Iterable[tuple[str, dict[str, Any], str]]) -> dict[str, Tensor]:
+    # A module of TorchScript has no dicts, but what has no `get`.
+    return {name: t for name, held, key in places if key in held and (t := held[key]) is not None}
 
 
 def _places(parts: Mapping[str, nn.Module], names: Iterable[str]) -> list[tuple[str, dict[str, Any], str]]:
