@@ -21,6 +21,7 @@ from fnddp import StepFailedError, allreduce, error_feedback, fp16
 from fnddp.adapters.checkpoint import combined, shares
 from fnddp.laws import gather
 from fnddp.run.vote import Vote
+from tests.models import Parts
 from tests.ranks import on_ranks
 
 MEAN = 1.5
@@ -504,3 +505,20 @@ def test_an_interrupt_while_others_are_notified_ends_the_step(monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(()), False)
     model.sync_state = model.sync_state
+
+
+@pytest.mark.parametrize("text", ["error_feedback(every(2, allreduce))", "error_feedback(random_k(allreduce, k=1))"])
+@on_ranks(2)
+def test_what_is_sent_again_of_a_leaf_that_no_rank_uses_counts_once(rank: int, text: str) -> None:
+    """The mean of an earlier backward, that a later one of the same step has put into the memory."""
+    model = fnddp.DistributedDataParallel(Parts(), sync=text)
+    p = model.module.a.weight
+    gradients, given = torch.zeros_like(p), torch.zeros_like(p)
+    for uses in (["ab"], ["ab", "b"], ["ab"], ["b"], ["ab", "b", "b"]):
+        model.zero_grad()
+        for use in uses:
+            model(torch.ones(1, 16), use=use).sum().backward()
+            gradients += "a" in use
+        given += 0 if p.grad is None else p.grad
+    left = fnddp.state_dict(model.sync_state)["local/residual.a.weight"]
+    torch.testing.assert_close(given + left, gradients)

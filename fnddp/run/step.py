@@ -37,7 +37,7 @@ class Synchronized(NamedTuple):
     There are no means after a skipped step, nor of leaves for which the pipeline has no update in this step.
 
     `late` are those of the unused leaves for which something comes nevertheless, on some rank: of earlier steps, out of
-    a residual.
+    a residual; or which have sent the mean of an earlier backward again, so that a pipeline with memory has it.
     """
 
     mean: Leaves
@@ -354,10 +354,14 @@ class Step:
         return Synchronized(means, self._unused, late)
 
     def _late(self, means: Leaves) -> frozenset[str]:
-        """Return the unused leaves of which some rank's mean is not zero, the same on all ranks."""
+        """Return the unused leaves for which something comes, the same on all ranks: some rank's mean is not zero.
+
+        Or what has been `kept` is not: memory has it now, and a way in that left it in `.grad` would count it twice.
+        """
         if not self._gives_later or not self._unused:
             return frozenset()
-        late = frozenset(path for path in self._unused if path in means and bool(means[path].any()))
+        given = [(path, of[path]) for of in (means, self.kept) for path in self._unused & of.keys()]
+        late = frozenset(path for path, value in given if bool(value.any()))
         return late if self._agrees or self._vote is None else self._vote.of_any_rank(late)
 
     def watch(self, is_nonfinite: Tensor | bool) -> None:

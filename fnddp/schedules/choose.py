@@ -84,9 +84,13 @@ class partition(Sync):
             state=PartitionState({pattern: exchange.state for pattern, exchange in done.items()}),
         )
 
+    def rule_of(self, path: str) -> Sync | None:
+        """Return the pipeline of the leaf `path`; None if no pattern has it."""
+        return next((sync for pattern, sync in dict(self.rules).items() if self._compiled[pattern].match(path)), None)
+
     def reduces(self, path: str) -> bool:
-        owner = next((sync for pattern, sync in dict(self.rules).items() if self._compiled[pattern].match(path)), None)
-        return owner is None or owner.reduces(path)
+        rule = self.rule_of(path)
+        return rule is None or rule.reduces(path)
 
 
 def split_by_pattern(owner: str, leaves: Leaves, patterns: Mapping[str, re.Pattern[str]]) -> dict[str, Leaves]:
@@ -283,6 +287,10 @@ class every(Sync):
     @property
     def skips(self) -> bool:
         return self.n > 1 or super().skips
+
+    @property
+    def hides_nonfinite(self) -> bool:  # in steps that exchange nothing, which memory outside remembers
+        return self.n > 1 or super().hides_nonfinite
 
     def init(self, grads: Tree) -> State:
         return EveryState(0, self.inner.init(grads))

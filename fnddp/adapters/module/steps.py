@@ -495,8 +495,9 @@ class Steps:
                 for optimizer in optimizers:
                     optimizer.step()
                 parameter.grad = None
-        for name in self.parameters.keys() - done.mean.keys() - done.unused:  # no update: optimizers stand still
-            self.parameters[name].grad = None
+        for name in self.parameters.keys() - done.mean.keys():  # no update: optimizers stand still
+            if not done.has_nothing_for(name, self.parameters[name]):
+                self.parameters[name].grad = None
 
     def wait_for_futures(self) -> None:
         if self.futures:
