@@ -136,6 +136,66 @@ def test_buckets_are_laid_out_as_in_the_run_that_is_resumed(rank: int, sync: str
         assert torch.equal(parameters_of(run.model), parameters_of(whole.model))
 
 
+@on_ranks(3)
+def test_a_run_that_has_learnt_an_order_continues_one_that_has_not(rank: int, tmp_path: Path) -> None:
+    """Its first step is laid out as that of the run which it continues, and it learns the order in it again."""
+    whole, again = [Run("module", "allreduce", seed, make=Reordered, bucket_cap_mb=0.001) for seed in (0, 1)]
+    save(tmp_path, *whole.parts)
+    again.train(7, 9)
+    load(tmp_path, *again.parts)
+    for run in (whole, again):
+        run.train(0, 3)
+    assert torch.equal(parameters_of(again.model), parameters_of(whole.model))
+    assert list(again.model.plan.buckets) == list(whole.model.plan.buckets)
+
+
+@pytest.mark.parametrize("kind", ["module", "register"])
+@on_ranks(2)
+def test_a_load_that_fails_on_the_way_leaves_no_model_to_train(rank: int, kind: str, tmp_path: Path) -> None:
+    """A rank has read other tensors than another one until then: parameters differ."""
+    whole, resumed = Run(kind).train(0, 2), Run(kind, seed=1)
+    save(tmp_path, *whole.parts, sync=whole.keeper)
+    with pytest.raises(CheckpointException, match="Missing key"):  # before anything is read
+        load(tmp_path, *resumed.parts, sync=resumed.keeper, more={"step": 0})
+    resumed.train(7, 8)
+    left = [2]
+
+    def commit(*_: Any) -> None:
+        left[0] -= 1
+        if rank == 1 and not left[0]:
+            raise OSError("of a disk")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.commit_tensor", commit)
+        with pytest.raises(CheckpointException, match="of a disk"):
+            load(tmp_path, *resumed.parts, sync=resumed.keeper)
+    assert not torch.equal(*everyones(parameters_of(resumed.model)))
+    with pytest.raises(RuntimeError, match="load has failed within"):
+        resumed.train(0, 1)
+    load(tmp_path, *resumed.parts, sync=resumed.keeper)
+    for run in (whole, resumed):
+        run.train(2, 4)
+    assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
+
+
+@pytest.mark.parametrize(
+    "text", ["none", "switch({0: allreduce, 1: none})", "partition({'0.*': none, '*': allreduce})"]
+)
+@on_ranks(2)
+def test_ranks_that_train_alone_do_not_save_together(rank: int, text: str, tmp_path: Path) -> None:
+    """Some tensors would be of one rank, and some of another."""
+    run = Run("module", text).train(0, 2)
+    assert not torch.equal(*everyones(parameters_of(run.model)))
+    for run_save in (save, async_save):
+        with pytest.raises(ValueError, match="leaves gradients as they are on each rank.*so 0.weight, 0.bias"):
+            run_save(tmp_path, *run.parts)
+    group, _ = dist.new_subgroups(1)
+    save(tmp_path / str(rank), *run.parts, group=group)
+    resumed = Run("module", text, seed=1)
+    load(tmp_path / str(rank), *resumed.parts, group=group)
+    assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
+
+
 @on_ranks(2)
 def test_an_optimizer_whose_parameters_have_gradients_is_loaded(rank: int, tmp_path: Path) -> None:
     whole, resumed = Run("module").train(0, 2), Run("module", seed=1)

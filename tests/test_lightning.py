@@ -102,6 +102,25 @@ def test_four_epochs_are_two_and_two_more(rank: int, tmp_path: Path) -> None:
         assert not torch.equal(mine, other)
 
 
+@on_ranks(3)
+def test_the_order_of_gradients_is_in_a_checkpoint(rank: int, tmp_path: Path) -> None:
+    """A ring of three ranks adds up in an order that depends on where in a bucket a gradient lies."""
+    saved = [tmp_path / f"{name}.ckpt" for name in ("within", "behind", "again")]
+    with launched(rank):
+        from lightning.pytorch import Callback
+
+        look: Any = Callback()
+        look.on_train_end = lambda trainer, _: trainer.save_checkpoint(saved[0])
+        model, trainer = fitted(tmp_path, "allreduce", 1, callbacks=[look])
+        trainer.save_checkpoint(saved[1])
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, loader())
+        trainer.save_checkpoint(saved[2])
+        within, behind, again = [torch.load(path, weights_only=True)["fnddp"]["order"] for path in saved]
+        assert {*within} == {name for name, _ in model.named_parameters()}
+        assert within == behind == again
+
+
 @on_ranks(2)
 def test_checkpoints_and_lightnings_own_strategy(rank: int, tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint

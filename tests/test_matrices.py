@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import fnddp
 from fnddp import StepFailedError
 from fnddp.core import collectives
-from fnddp.integrations.checkpoint import load, save
+from fnddp.integrations.checkpoint import async_save, load, save
 from fnddp.integrations.fsdp import Matrices, compress_shards, own_matrices
 from tests.ranks import on_ranks
 from tests.sharded import meshes
@@ -83,7 +83,7 @@ def reference(rank: int, steps: int) -> list[Tensor]:
 def test_checkpoints_of_shards_do_not_take_matrices_of_owners(rank: int, tmp_path: Path):
     sharded = Sharded()
     compressed = compress_shards(sharded.net, "two_shot")
-    for run in (save, load):
+    for run in (save, async_save, load):
         with pytest.raises(
             TypeError, match=r"Muon has its state at the owners.*save the result of optimizer_state_dict"
         ):
@@ -271,6 +271,8 @@ def test_an_error_of_an_owner_is_one_on_all_ranks(rank: int, fails_at: int):
         sharded.muon.step()
     with pytest.raises(RuntimeError, match="an earlier step failed"):
         sharded.muon.step()
+    with pytest.raises(RuntimeError, match="two steps and no checkpoint"):
+        sharded.matrices.optimizer_state_dict()
     assert all(torch.equal(got, want) for got, want in zip(sharded.weights(), before, strict=True))
     assert all(p.grad is not None for p in sharded.muon.param_groups[0]["params"])  # shards again
 

@@ -528,6 +528,46 @@ def test_backwards_behind_one_that_was_synchronized(rank: int):
 
 
 @on_ranks(2)
+def test_gradients_are_changed_with_what_is_added_and_not_synchronized_yet(rank: int) -> None:
+    owned, every = Owned(EXACT), Everywhere()
+    changes = (
+        lambda each: each.net.zero_grad(set_to_none=False),
+        lambda each: each.optimizers[0].zero_grad(set_to_none=False),
+        lambda each: [p.grad.mul_(0.5) for p in each.net.parameters()],
+        lambda each: [p.grad.add_(0.1 * p.detach()) for p in each.net.parameters()],
+    )
+    for step, change in enumerate(changes):
+        for each in (owned, every):
+            loss_of(each.model(batch(rank, 3 * step), True)).backward()
+            with each.model.no_sync():
+                loss_of(each.model(batch(rank, 3 * step + 1), True)).backward()
+            change(each)
+            loss_of(each.model(batch(rank, 3 * step + 2), True)).backward()
+            for name, p in each.net.named_parameters():
+                assert p.grad is not None, name
+        norms = [torch.stack([p.grad.norm() for p in each.net.parameters()]) for each in (owned, every)]
+        torch.testing.assert_close(*norms)
+        for each in (owned, every):
+            each.update()
+
+    loss_of(owned.model(batch(rank, 20), True)).backward()
+    weight = owned.net.layers[0].weight
+    assert weight.grad is not None
+    for wrong in (
+        lambda grad: grad.add_(weight.detach(), alpha=0.1),
+        lambda grad: grad.add_(0.1),
+        lambda grad: grad.add_(torch.ones(())),
+    ):
+        with pytest.raises(RuntimeError, match=r"aten.add_.Tensor cannot have that of 'layers.0.weight'.*param_groups"):
+            wrong(weight.grad)
+    with owned.model.no_sync():
+        loss_of(owned.model(batch(rank, 21), True)).backward()
+    with pytest.raises(RuntimeError, match=r"clamp_.* of the gradient of 'layers.0.weight'.*no_sync"):
+        weight.grad.clamp_(-1e-3, 1e-3)
+    owned.net.zero_grad()
+
+
+@on_ranks(2)
 def test_a_backward_that_fails_on_a_rank_leaves_all_as_it_was(rank: int):
     owned, every = Owned(EXACT), Everywhere()
     for each in (owned, every):
@@ -806,13 +846,17 @@ def test_what_a_residual_sends_of_an_unused_leaf_is_a_gradient_on_all_ranks(rank
     require_same_on_ranks(owned.net)
 
 
+@pytest.mark.parametrize("is_behind", [False, True])
 @on_ranks(2)
-def test_a_compiled_model_is_saved(rank: int, tmp_path: Path):
+def test_a_compiled_model_is_saved(rank: int, is_behind: bool, tmp_path: Path):
     folders: list[Any] = [str(tmp_path)]
     dist.broadcast_object_list(folders)  # of the first rank
     owned, again = Owned(EXACT), Owned(EXACT)
     owned.step(rank, 0, True)
-    save(folders[0], torch.compile(owned.model), owned.optimizers)
+    if is_behind:
+        async_save(folders[0], torch.compile(owned.model), owned.optimizers).result()
+    else:
+        save(folders[0], torch.compile(owned.model), owned.optimizers)
     load(folders[0], torch.compile(again.model), again.optimizers)
     for each in (owned, again):
         each.step(rank, 1, True)
@@ -1023,3 +1067,77 @@ def _dies(rank: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     owned.step(rank, 1)
+
+
+class Branches(nn.Module):
+    """Of which a step may use one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.a(x) + (self.b(x) if both else 0)
+
+
+COSTS = {"a.weight": 3.0, "b.weight": 2.9, "a.bias": 0.5, "b.bias": 0.4}
+"""With which each of two ranks owns a part of each branch."""
+
+
+@pytest.mark.parametrize("costs", [None, {**COSTS, "a.bias": 0.1, "b.bias": 0.2}, COSTS])
+@pytest.mark.parametrize("saved_both", [False, True])
+@on_ranks(2)
+def test_what_no_step_has_used_has_no_state_in_a_checkpoint(
+    rank: int, costs: dict[str, float] | None, saved_both: bool, tmp_path: Path
+):
+    """Nor has it one where a checkpoint is loaded: a step of length zero in its place would count, as Adam's first."""
+
+    def made(seed: int) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        module = Branches()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+        if costs is None:
+            return module, fnddp.DistributedDataParallel(module, sync="two_shot"), optimizer
+        return module, fnddp.own(module, optimizer, cost=lambda name, _: costs[name]), optimizer
+
+    def trained(model: Any, optimizer: torch.optim.Optimizer, begin: int, end: int, both: bool) -> None:
+        for step in range(begin, end):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            model(torch.randn(4, 6, generator=generator), both).square().mean().backward()
+            optimizer.step()
+
+    folders: list[Any] = [str(tmp_path)]
+    dist.broadcast_object_list(folders)  # of the first rank
+    module, model, optimizer = made(0)
+    trained(model, optimizer, 0, 2, saved_both)
+    save(folders[0], model, optimizer)
+    trained(model, optimizer, 2, 4, True)
+    for steps, both in ((0, False), (1, False), (1, True)):
+        other, again, its = made(1)
+        trained(again, its, 9, 9 + steps, both)
+        load(folders[0], again, its)
+        trained(again, its, 2, 4, True)
+        require_equal(other, module)
+
+
+@on_ranks(2)
+def test_what_a_failed_step_has_left_is_not_saved(rank: int, tmp_path: Path):
+    """Some owners have updated theirs: weights and states of two steps would be one checkpoint."""
+    module = Branches()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    model = fnddp.own(module, optimizer)
+    model(torch.ones(2, 6), True).sum().backward()
+    if rank == 1:
+        optimizer.param_groups[0]["betas"] = ("none", "none")
+    with pytest.raises(TypeError if rank == 1 else fnddp.StepFailedError):
+        optimizer.step()
+    for use in (
+        lambda: save(tmp_path, model, optimizer),
+        lambda: save(tmp_path, model),
+        lambda: async_save(tmp_path, model, optimizer),
+        model.optimizer_state_dict,
+        model.optimizer_checkpoint().state_dict,
+    ):
+        with pytest.raises(RuntimeError, match="are of two steps, and no checkpoint"):
+            use()

@@ -150,8 +150,8 @@ class Checkpoint:
             self._owner.sync_state = load_state_dict(self._owner.sync_state, merged)
         except ValueError as error:
             raise self._unfitting(state_dict, str(error)) from error
-        if self._order is not None:
-            self._order.learnt_order = saved.get(_ORDER, [])
+        if self._order is not None and _ORDER in saved:
+            self._order.learnt_order = saved[_ORDER]
 
     def _about(self, saved: list[str]) -> dict[str, Any]:
         return {_WORLD_SIZE: self._saved_size, _PARTS: saved, _PIPELINE: repr(self._owner.sync.over(None))}

@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from types import MethodType
 from typing import Any, NoReturn
@@ -125,6 +125,7 @@ class OwnerDataParallel(DistributedDataParallel):
         super().__init__(module, sync=gradients, **options)
         self._steps.owners = self  # pyright: ignore[reportAttributeAccessIssue]
         self._is_nonfinite: Tensor | bool = False
+        self._torn_by: BaseException | None = None  # the error of a step in which some owners have updated theirs
         self._norms: dict[float, dict[str, Tensor]] = {}  # those that are not taken yet
         self._has_others: set[OwnedOptimizer] = set()  # of those whose other leaves have got means of this backward
         self._sharded = [
@@ -184,7 +185,7 @@ class OwnerDataParallel(DistributedDataParallel):
             if not is_over:  # the other ranks wait for what this one sends
                 fail_next({sharded.engine: error})
                 sharded.engine.fail(error)
-                self._engine.broken = error
+                self._engine.broken = self._torn_by = error
             raise
 
     def _require_same_optimizer(self, sharded: OwnedOptimizer) -> None:
@@ -217,9 +218,10 @@ class OwnerDataParallel(DistributedDataParallel):
                 f"{type(sharded.optimizer).__name__}.step failed on another rank, so no rank has its weights: "
                 f"{str(error).split('. State and')[0]}. Owners have updated theirs: restart from a checkpoint"
             )
+            self._torn_by = self._engine.broken
             raise self._engine.broken from error
         except BaseException as error:
-            self._engine.broken = error
+            self._engine.broken = self._torn_by = error
             raise
 
     # Gradients
@@ -329,6 +331,10 @@ class OwnerDataParallel(DistributedDataParallel):
         """The optimizers, in the order in which `own` was given them."""
         return [each.optimizer for each in self._sharded]
 
+    def owned_by(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        """Return what this rank owns of an optimizer's parameters."""
+        return [p for each in self._sharded if each.optimizer is optimizer for p in each.own.values()]
+
     @property
     def weight_plans(self) -> list[Plan | None]:
         """The plans of the second hop, one for each optimizer."""
@@ -366,6 +372,14 @@ class OwnerDataParallel(DistributedDataParallel):
 
     # Checkpoints
 
+    def require_untorn(self) -> None:
+        """Raise a RuntimeError, on all ranks, if a step has failed in which some owners have updated theirs."""
+        if self._torn_by is not None:
+            raise RuntimeError(
+                f"own: a step has failed ({type(self._torn_by).__name__}: {self._torn_by}), so weights and the state "
+                "of optimizers are of two steps, and no checkpoint; restart from one of before"
+            ) from self._torn_by
+
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the state of all optimizers by the names of parameters, whole, on the CPU. All ranks call it.
 
@@ -374,6 +388,7 @@ class OwnerDataParallel(DistributedDataParallel):
         there too, under "weights". The wrong choice where all state does not fit into a rank's memory: see
         `optimizer_checkpoint`.
         """
+        self.require_untorn()
         mine: dict[str, Any] = {}
         for each in self._sharded:
             for name, p in each.own.items():
@@ -485,20 +500,33 @@ class OptimizerCheckpoint:
     """A `torch.distributed.checkpoint.stateful.Stateful`: each rank saves, and loads, what it owns.
 
     Leaves that are cut by rows are DTensors, so any number of ranks loads them.
+
+    Attributes:
+        stepped: Optimizers that have taken a step on some rank: what has no state here was not used, and has none.
+        left_out: Names of leaves whose state is not loaded, since what was saved has none.
     """
 
     def __init__(self, model: OwnerDataParallel) -> None:
         self._model = model
+        self.stepped: Collection[torch.optim.Optimizer] = ()
+        self.left_out: Collection[str] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the leaves of all owners."""
+        return [name for each in self._model._sharded for name in each.parameters]  # pyright: ignore[reportPrivateUsage]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of what this rank owns, by name; of an optimizer without one, one to load into."""
         model = self._model
+        model.require_untorn()
         saved: dict[str, Any] = {}
         for each in model._sharded:  # pyright: ignore[reportPrivateUsage]
-            with each.filled():
+            with nullcontext() if each.optimizer in self.stepped else each.filled():
                 state_of = {name: dict(each.optimizer.state.get(p, {})) for name, p in each.own.items()}
             for name, p in each.own.items():
-                entries = {f"{STATE}{name}.{key}": value for key, value in state_of[name].items()}
+                of_leaf = {} if name in self.left_out else state_of[name]
+                entries = {f"{STATE}{name}.{key}": value for key, value in of_leaf.items()}
                 if each.is_apart:
                     entries[f"{WEIGHTS}{name}"] = p.detach()
                 saved |= {key: self._global(each, name, p, value) for key, value in entries.items()}
@@ -518,7 +546,8 @@ class OptimizerCheckpoint:
             for name in each.own:
                 begin = f"{STATE}{name}."
                 entries = {key.removeprefix(begin): key for key in state_dict if key.startswith(begin)}
-                state[name] = {key: _local(state_dict[entry]) for key, entry in entries.items()}
+                if entries:
+                    state[name] = {key: _local(state_dict[entry]) for key, entry in entries.items()}
                 if each.is_apart:
                     weights[name] = _local(state_dict[f"{WEIGHTS}{name}"]).clone()  # loaded in place, into the owner's
         groups = state_dict["param_groups"]

@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint: model, optimizers and the pipeline's state in one call of all ranks."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,16 +11,26 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fnddp.adapters.checkpoint import Checkpoint, HasCheckpoint
-from fnddp.adapters.owners import OptimizerCheckpoint, OwnerDataParallel
+from fnddp.adapters.handle import HasPipeline
+from fnddp.adapters.owners import STATE, OptimizerCheckpoint, OwnerDataParallel
 from fnddp.core.group import group_name
+from fnddp.core.sync import Sync
+from fnddp.reducers.all_reduce import unreduced
 from fnddp.run.hops import owner_of, several
+from fnddp.schedules.choose import partition
 from fnddp.torch_private import live_group, without_step_hooks
 from fnddp.wire import control
 from fnddp.wire.c10d import dedicated_to
@@ -54,7 +64,7 @@ def save(
     Raises:
         TypeError: There is no pipeline in `sync` or `model`; or matrices of an optimizer have owners (`own_matrices`).
         ValueError: The optimizers are not those of a model of `own`; or workers of an outer step, whose parameters
-            differ, save together.
+            differ, save together, or ranks whose pipeline leaves gradients as they are (`none`).
 
     >>> import tempfile, torch, fnddp
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -67,6 +77,7 @@ def save(
     >>> dist.destroy_process_group()
     """
     model, stepping = _given(model, optimizers)
+    _require_alike(model, sync, group)
     state = _to_save(model, stepping, _checkpoint(model, sync, group), more, group)
     dcp.save(state, checkpoint_id=folder, process_group=group)
 
@@ -93,7 +104,9 @@ def async_save(
     Returns:
         A future: `result()` waits until all is written, and raises errors.
     """
-    state = _to_save(model, several(optimizers), _checkpoint(model, sync, group), more, group)
+    model, stepping = _given(model, optimizers)
+    _require_alike(model, sync, group)
+    state = _to_save(model, stepping, _checkpoint(model, sync, group), more, group)
     kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
     saver = group if in_process else _saver(group)
     response = dcp.async_save(state, checkpoint_id=folder, process_group=saver, async_checkpointer_type=kind)
@@ -125,12 +138,14 @@ def load(
     Raises:
         ValueError: The state is of another pipeline or other parameters, or of another number of shards.
         TypeError: There is no pipeline in `sync` or `model`.
+        CheckpointException: On all ranks: a file is missing or damaged, or has not all that is asked for. If ranks have
+            read a part of it, which some may have and others not, the model refuses steps until a load succeeds.
     """
     model, stepping = _given(model, optimizers)
     keeper, checkpoint = _keeper(model, sync), _checkpoint(model, sync, group)
-    about = {_SYNC: checkpoint.about()}
+    about, planner = {_SYNC: checkpoint.about()}, DefaultLoadPlanner()
     try:
-        dcp.load(about, checkpoint_id=folder, process_group=group)
+        dcp.load(about, checkpoint_id=folder, process_group=group, planner=planner)
     except CheckpointException as error:
         raise ValueError(
             f"load: {folder} has no state of a pipeline for this rank: it was written without one, or of another "
@@ -138,21 +153,45 @@ def load(
         ) from error
     checkpoint.require_fitting(about[_SYNC])
     checkpoint.adopt_pipeline(about[_SYNC])
+    before = {each: dict(each.state) for each in stepping if _has_some_state(model, each)}
+    _clear([*before])  # torch fills the state of all parameters, or of none
     fresh, stepped = _without_state(stepping), {_STEPPED: [True for _ in stepping]}
+    reading = _Reading()
     try:
         state = _state(model, stepping, keeper.sync_checkpoint(checkpoint.saved_by(about[_SYNC])), more)
-        dcp.load(state, checkpoint_id=folder, process_group=group)
+        is_whole = _leave_out_unsaved(state, [] if planner.metadata is None else planner.metadata.state_dict_metadata)
+        dcp.load(state, checkpoint_id=folder, process_group=group, planner=reading)
         if_known = DefaultLoadPlanner(allow_partial_load=True)
         dcp.load(stepped, checkpoint_id=folder, process_group=group, planner=if_known)
         if not isinstance(model, OwnerDataParallel):  # which has been loaded in place
             moments = state.get(_OPTIMIZER, {})
             with without_step_hooks(stepping):
-                set_state_dict(model, stepping, model_state_dict=state[_MODEL], optim_state_dict=moments)
-    except BaseException:
+                options = StateDictOptions(strict=is_whole)
+                weights = state[_MODEL]
+                set_state_dict(model, stepping, model_state_dict=weights, optim_state_dict=moments, options=options)
+    except BaseException as error:
         _clear(fresh)
+        for each, states in before.items():
+            each.state.update(states)
+        if reading.has_begun and isinstance(keeper, HasPipeline):
+            half = RuntimeError(f"load has failed within {folder}, of which model and optimizers may have a part")
+            half.__cause__ = error
+            keeper.refuse(half)
         raise
+    if isinstance(keeper, HasPipeline):
+        keeper.refuse(None)
     _clear([each for each, has_stepped in zip(stepping, stepped[_STEPPED], strict=False) if not has_stepped])
     return {name: state[_MORE + name] for name in more or ()}
+
+
+class _Reading(DefaultLoadPlanner):
+    """Notes when ranks begin to write over what they have; what does not fit is found before, on all of them."""
+
+    has_begun = False
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        self.has_begun = True
+        return super().finish_plan(new_plan)
 
 
 def _state(
@@ -184,6 +223,8 @@ def _to_save(
     Between two forwards each rank has buffers of its own (BatchNorm), of which DCP would write some of one rank, some
     of another.
     """
+    if isinstance(model, OwnerDataParallel):
+        model.require_untorn()
     fresh = _without_state(optimizers)
     stepped = [each not in fresh for each in optimizers]
     try:
@@ -203,7 +244,10 @@ def _to_save(
     everyone: list[tuple[list[str], list[bool]]] = control.all_gather_object((buffers, stepped), group_name(group))
     written = {name for before, _ in everyone[: dist.get_rank(group)] for name in before}
     weights = {name: value for name, value in state[_MODEL].items() if name not in written}
-    return state | {_MODEL: weights, _STEPPED: [any(has) for has in zip(*(has for _, has in everyone), strict=True)]}
+    has_stepped = [any(has) for has in zip(*(has for _, has in everyone), strict=True)]
+    if isinstance(of_owners := state.get(_OPTIMIZER), OptimizerCheckpoint):  # this rank may own what no step has used
+        of_owners.stepped = [each for each, has in zip(optimizers, has_stepped, strict=True) if has]
+    return state | {_MODEL: weights, _STEPPED: has_stepped}
 
 
 def _given(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
@@ -235,6 +279,33 @@ def _filling(optimizers: Sequence[Optimizer]) -> Generator[None]:
             p.grad = grad
 
 
+def _has_some_state(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Return whether some parameters of an optimizer have a state here, and others, unused until now, have none."""
+    mine = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if isinstance(model, OwnerDataParallel):
+        mine = model.owned_by(optimizer)
+    return bool(optimizer.state) and not all(optimizer.state.get(p) for p in mine)
+
+
+def _leave_out_unsaved(state: Mapping[str, Any], saved: Collection[str]) -> bool:
+    """Ask for no state of parameters which had none when others had; return whether all had one, or none."""
+    begin = f"{_OPTIMIZER}.{STATE}"
+    with_state = {key.removeprefix(begin).rpartition(".")[0] for key in saved if key.startswith(begin)}
+    moments = state.get(_OPTIMIZER)
+    if not with_state or moments is None:
+        return True
+    of_leaf = moments.names if isinstance(moments, OptimizerCheckpoint) else [*moments["state"]]
+    if not with_state <= {*of_leaf}:  # of another model: DCP names what is missing
+        return True
+    left_out = [name for name in of_leaf if name not in with_state]
+    if isinstance(moments, OptimizerCheckpoint):
+        moments.left_out = left_out
+    else:
+        for name in left_out:
+            del moments["state"][name]
+    return not left_out
+
+
 def _without_state(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """Return those to which torch, to save or to load, gives a state by a step of length zero."""
     return [each for each in optimizers if not each.state]
@@ -259,6 +330,29 @@ def _checkpoint(model: nn.Module, sync: HasCheckpoint | None, group: dist.Proces
     if dist.is_initialized():
         checkpoint.require_alone(dist.get_process_group_ranks(live_group(None) if group is None else group))
     return checkpoint
+
+
+def _require_alike(model: nn.Module, sync: HasCheckpoint | None, group: dist.ProcessGroup | None) -> None:
+    """Raise a ValueError if ranks save together whose parameters differ, since the pipeline leaves gradients alone."""
+    pipeline = getattr(_keeper(model, sync), "sync", None)
+    if not isinstance(pipeline, Sync) or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    named = getattr(model, "module", model).named_parameters()
+    apart = [name for name, p in named if not isinstance(p, DTensor) and _leaves_alone(pipeline, name)]
+    if apart:
+        raise ValueError(
+            f"{pipeline} leaves gradients as they are on each rank, in some steps at least, so {', '.join(apart[:3])} "
+            "may differ between ranks, and a checkpoint would have some of one rank and some of another: give each "
+            "rank a folder of its own and group=dist.new_subgroups(1)[0], or pass what outer.attach has returned as "
+            "`sync`, if that is what exchanges them"
+        )
+
+
+def _leaves_alone(sync: Sync, path: str) -> bool:
+    if isinstance(sync, partition):
+        rule = sync.rule_of(path)
+        return rule is not None and _leaves_alone(rule, path)
+    return isinstance(sync, unreduced) or any(_leaves_alone(each, path) for each in sync.children())
 
 
 def _keeper(model: nn.Module, sync: HasCheckpoint | None) -> HasCheckpoint:

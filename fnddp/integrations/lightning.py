@@ -49,7 +49,7 @@ class FnddpStrategy(DDPStrategy):
         pipeline = _pipeline(sync, kwargs)
         super().__init__(**kwargs)
         self.sync: Any = pipeline  # "auto" until it is measured
-        self._kept: tuple[nn.Module, State] | None = None
+        self._kept: tuple[nn.Module, State, list[str]] | None = None
         self._loaded: Mapping[str, Any] | None = None
 
     @property
@@ -59,12 +59,20 @@ class FnddpStrategy(DDPStrategy):
             return self.model.sync_state
         return None if self._kept is None else self._kept[1]
 
+    @property
+    def learnt_order(self) -> list[str]:
+        """The order of gradients that the module has learnt, also after `fit`."""
+        if isinstance(self.model, DistributedDataParallel):
+            return self.model.learnt_order
+        return [] if self._kept is None else self._kept[2]
+
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:  # pyright: ignore[reportIncompatibleMethodOverride]
         wrapped = _wrapped(model, self.sync, self.determine_ddp_device_ids(), self._ddp_kwargs)
         if self._loaded is not None:
             _restore(wrapped, self._loaded)
         elif self._kept is not None and self._kept[0] is model:
             wrapped.sync_state = load_state_dict(wrapped.sync_state, state_dict(self._kept[1]))
+            wrapped.learnt_order = self._kept[2]
         self.sync = wrapped.sync if self.sync == AUTO else self.sync
         return wrapped
 
@@ -74,7 +82,8 @@ class FnddpStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write `checkpoint` on the first rank, with the pipeline's state unless it holds only weights."""
         if "optimizer_states" in checkpoint and self.sync_state is not None:
-            checkpoint = {**checkpoint, KEY: gathered(Checkpoint(self, None), None)}
+            order: Any = self  # which is read alone
+            checkpoint = {**checkpoint, KEY: gathered(Checkpoint(self, None, order=order), None)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -88,7 +97,8 @@ class FnddpStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Unwrap the module, and keep the state on the CPU for the next `fit` of the same module."""
         if isinstance(self.model, DistributedDataParallel):
-            self._kept = self.model.module, tree.map_tensors(Tensor.cpu, self.model.sync_state)
+            state = tree.map_tensors(Tensor.cpu, self.model.sync_state)
+            self._kept = self.model.module, state, self.model.learnt_order
             self.model = self.lightning_module
         self._loaded = None
         super().teardown()

@@ -106,7 +106,7 @@ class Engine:
         self.step: Step | None = None
         self.begun = self.steps = self.failed_steps = 0
         self.broken: BaseException | None = None
-        self.learns_order = learns_order and not isinstance(wire, Elastic)
+        self.learns_order = self._can_learn_order = learns_order and not isinstance(wire, Elastic)
         self._parts, self._structure = tree.flatten_any(state)
         self._knows_groups = sync.groups is not None or bool(groups)
         self._overwrites_early = donation.gradients == "yes"
@@ -354,8 +354,11 @@ class Engine:
             self._memory.clear()
 
     def continue_with(self, learnt: list[str]) -> None:
-        """Expect gradients in the order that the run has learnt which this one continues, if it has learnt one."""
-        if learnt and {*learnt} == self.leaves.keys():
+        """Expect gradients in the order that the run has learnt which this one continues; learn anew if it had not."""
+        if not learnt and self._can_learn_order:  # its first step is laid out as any first step
+            self.learnt, self.learns_order, self._order, self._programs = [], True, None, []
+            self._memory.clear()
+        elif learnt and {*learnt} == self.leaves.keys():
             self.learnt, self.learns_order = learnt, False
             if self.plan is None:
                 self._order = learnt

@@ -333,6 +333,11 @@ class Matrices:
 
         "weights" are the owners' own where codecs round what shards have of them.
         """
+        if self._failure is not None:
+            raise RuntimeError(
+                "own_matrices: an earlier step failed, in which some owners have updated the optimizer's state: it is "
+                "of two steps and no checkpoint; restart from one of before"
+            ) from self._failure
         mine: dict[str, Any] = {}
         for name, own in self._own.items():
             state = self.optimizer.state.get(self._parameters[name], {})
