@@ -1,15 +1,18 @@
 """A step in which a gradient is infinite or NaN: memory stays as it was on all ranks, and training goes on after it."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
+from fnddp import error_feedback, every, from_hook
 from fnddp.core import tree
 from fnddp.core.sync import REMEMBERED, State
 from fnddp.integrations.fsdp import compress, compress_shards
@@ -69,8 +72,48 @@ def test_memory_stays_as_it_was(rank: int, text: str) -> None:
             assert part.isfinite().all(), (step, path)
             if is_bad and path in before:
                 torch.testing.assert_close(part, before[path], rtol=0, atol=0, msg=f"{step}: {path}")
-        if not is_bad:
-            assert all(leaf is None or leaf.isfinite().all() for leaf in mean.values())
+        got = [leaf for leaf in mean.values() if leaf is not None]  # of which memory still has what must not be applied
+        assert all(bool(leaf.isfinite().all()) is not is_bad for leaf in got if leaf.numel())
+
+
+@on_ranks(2)
+def test_what_a_pipeline_without_a_plan_does_not_send_stays_out_of_its_memory(rank: int) -> None:
+    sync = error_feedback(every(2, from_hook(allreduce_hook)))
+    model = fnddp.DistributedDataParallel(nn.Linear(3, 2), sync=sync)
+    for step in range(4):
+        model.zero_grad()
+        before = memory(model.sync_state)
+        factor = math.inf if (rank, step) == (1, 2) else 1.0  # of a step that sends nothing
+        (model(torch.ones(1, 3)).sum() * factor).backward()
+        assert model.plan is None
+        assert step != 2 or bits(memory(model.sync_state)) == bits(before)
+        assert all(part.isfinite().all() for part in memory(model.sync_state).values())
+        assert all((p.grad is None) == (step % 2 == 0) for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", ["module", "register"])
+@on_ranks(2)
+def test_several_optimizers_skip_one_step_together(rank: int, way: str) -> None:
+    """A residual that one of them applied would be sent again."""
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    text = "error_feedback(topk(allgather, k=3))"
+    model: Any = fnddp.DistributedDataParallel(net, sync=text) if way == "module" else DistributedDataParallel(net)
+    if way == "register":
+        fnddp.register(model, text)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in net]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    for step in range(3):
+        before = [part.weight.detach().clone() for part in net]
+        factor = math.inf if (rank, step) == (1, 1) else 1.0
+        hook = net[0].weight.register_hook(partial(torch.mul, other=factor))
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        hook.remove()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update(1.0)
+        model.zero_grad()
+        changed = [not torch.equal(part.weight.detach(), old) for part, old in zip(net, before, strict=True)]
+        assert changed == [step != 1] * 2
 
 
 PIPELINES = [
@@ -130,6 +173,8 @@ def train_with_nan(model: nn.Module, handle: Any, rank: int) -> None:
         before = {path: part.clone() for path, part in memory(handle.state).items()}
         is_bad = step == 2
         (loss(model, x) * (math.nan if is_bad and rank == dist.get_world_size() - 1 else 1.0)).backward()
+        own = [p.grad.to_local() for p in model.parameters()]
+        assert all(bool(grad.isfinite().all()) is not is_bad for grad in own if grad.numel())
         model.zero_grad()
         for path, part in memory(handle.state).items():
             assert part.isfinite().all(), (step, path)

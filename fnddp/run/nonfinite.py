@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnddp.core.tree import is_inexact
 from fnddp.device import Device, device_of
 from fnddp.torch_private import FOREACH
 
@@ -31,6 +32,25 @@ def _real(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
     return tensor if tensor.itemsize > 1 else tensor.float()
+
+
+def spoil(tensors: Iterable[Tensor], found: Tensor | bool) -> None:
+    """Make the first element of each of `tensors` NaN if `found` is true; otherwise all stay as they are, to the bit.
+
+    >>> mean = torch.ones(2)
+    >>> spoil([mean], True)
+    >>> mean
+    tensor([nan, 1.])
+    """
+    if found is False:
+        return
+    firsts = defaultdict[torch.dtype, list[Tensor]](list)
+    for tensor in tensors:
+        if tensor.numel() and is_inexact(tensor):
+            firsts[tensor.dtype].append(tensor.detach().as_strided((1,), (1,), tensor.storage_offset()))
+    for dtype, some in firsts.items():
+        factor = torch.where(torch.as_tensor(found, device=some[0].device), math.nan, 1.0)
+        FOREACH[aten.mul.Tensor][1](some, factor.to(dtype))
 
 
 def unless(found: Tensor, before: Sequence[Any], after: Sequence[Any]) -> list[Any]:

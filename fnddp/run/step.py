@@ -13,7 +13,7 @@ from torch import Tensor, is_grad_enabled
 from fnddp.core.tree import Leaves, is_inexact
 from fnddp.device import Stream
 from fnddp.ir.program import Collective, Segment
-from fnddp.run.nonfinite import has_nonfinite, unless
+from fnddp.run.nonfinite import has_nonfinite, spoil, unless
 from fnddp.run.program import BoundSegment, Program, UnexpectedGradient
 from fnddp.run.vote import EndedSteps, StepFailedError, Vote
 from fnddp.show.trace import Observer, profiled
@@ -326,13 +326,14 @@ class Step:
         """
         program, stream = self._program, self._program.stream
         with torch.no_grad(), without_autocast(), self._on_side_stream():
-            if self._watches and self._vote is not None and program.plan is not None:
+            if self._watches and self._vote is not None:
                 self.found_nonfinite = self._vote.found_nonfinite()
             memory = self._keep_memory()
             for bound in program.segments[self._next :]:
                 self._run(bound)
             means, parts = program.end(self._values)
             self._restore(memory, parts, means)
+            spoil(means.values(), self.found_nonfinite)  # what memory has kept must not be applied by any optimizer
         if stream is not None:
             current = program.device.current()
             program.device.wait(current, stream)
@@ -382,7 +383,7 @@ class Step:
 
     def _restore(self, memory: dict[int, Any], parts: list[Any], means: Leaves) -> None:
         if memory and self._program.plan is None:  # nothing is known of what has arrived, and means are equal on ranks
-            self.found_nonfinite = has_nonfinite(means.values(), self._program.device)
+            self.found_nonfinite = self.found_nonfinite | has_nonfinite(means.values(), self._program.device)
         if isinstance(self.found_nonfinite, Tensor):
             kept = unless(self.found_nonfinite, list(memory.values()), [parts[i] for i in memory])
             memory = dict(zip(memory, kept, strict=True))
@@ -449,7 +450,7 @@ class Step:
     def _voted(self, vote: Vote, absent: frozenset[str], weight: Weight | None = None) -> frozenset[str]:
         """Vote and wait. Return the leaves that have arrived on no rank."""
         nonfinite: Tensor | bool = False
-        if self._watches and self._program.plan is not None:
+        if self._watches:
             self._wait_all()
             with torch.no_grad(), self._on_side_stream():
                 nonfinite = has_nonfinite(self._program.received(self._buffers), self._program.device)

@@ -17,7 +17,7 @@ from fnddp.core import tree
 from fnddp.core.sync import State
 from fnddp.device import device_of
 from fnddp.integrations.fsdp.unit import Unit
-from fnddp.run.nonfinite import has_nonfinite, unless
+from fnddp.run.nonfinite import has_nonfinite, spoil, unless
 from fnddp.run.step import Synchronized, require_noticed
 from fnddp.run.vote import Vote
 from fnddp.torch_private import fsdp_groups
@@ -201,7 +201,11 @@ class Reduction:
     def commit(self) -> Synchronized:
         """Commit the states; the gradients are FSDP's."""
         self._course.notice = self._course.vote.notice()
-        self.keep(self._course.vote.found_nonfinite())
+        found = self._course.vote.found_nonfinite()
+        self.keep(found)
+        if self.is_nonfinite is not None:  # what memory has kept must not be applied by any optimizer
+            with torch.no_grad():
+                spoil([_local(p.grad) for p, _ in self._before if p.grad is not None], found)
         return Synchronized({}, frozenset())
 
     def fail(self, error: BaseException) -> None:
