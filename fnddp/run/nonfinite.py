@@ -42,8 +42,6 @@ def spoil(tensors: Iterable[Tensor], found: Tensor | bool) -> None:
     >>> mean
     tensor([nan, 1.])
     """
-    if found is False:
-        return
     firsts = defaultdict[torch.dtype, list[Tensor]](list)
     for tensor in tensors:
         if tensor.numel() and is_inexact(tensor):

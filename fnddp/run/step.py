@@ -333,7 +333,8 @@ class Step:
                 self._run(bound)
             means, parts = program.end(self._values)
             self._restore(memory, parts, means)
-            spoil(means.values(), self.found_nonfinite)  # what memory has kept must not be applied by any optimizer
+            if self.found_nonfinite is not False:  # what memory has kept must not be applied by any optimizer
+                spoil(means.values(), self.found_nonfinite)
         if stream is not None:
             current = program.device.current()
             program.device.wait(current, stream)

@@ -254,6 +254,7 @@ ROWS: list[tuple[int, Callable[..., Any], tuple[Any, ...], Any]] = [
     (2, with_a_loss_scaler, (True,), {ITEM: 1, NOTICE: 1}),
     (2, by_shards, (None, None), {}),
     (2, by_shards, ("bf16(two_shot)", None), BEFORE),
+    (2, by_shards, ("error_feedback(quantize(two_shot, bits=4))", None), BEFORE),
     (2, by_shards, (None, "ef21(fp16(allgather))"), {"integrations/fsdp/unit.py item": 4}),
     (2, by_weighted_shards, (), {NOTICE: 1, SUM: 1}),
     (2, by_replicas, (), BEFORE),

@@ -195,7 +195,8 @@ class Reduction:
     def agree(self) -> frozenset[str]:
         """Vote; see `fnddp.run.step.Step.agree`."""
         self._has_voted = True
-        self._course.vote.cast(frozenset(), nonfinite=self.is_nonfinite or False)
+        found = False if self.is_nonfinite is None else self.is_nonfinite  # for `or` an accelerator's host would wait
+        self._course.vote.cast(frozenset(), nonfinite=found)
         return self._course.vote.outcome()
 
     def commit(self) -> Synchronized:
@@ -203,7 +204,7 @@ class Reduction:
         self._course.notice = self._course.vote.notice()
         found = self._course.vote.found_nonfinite()
         self.keep(found)
-        if self.is_nonfinite is not None:  # what memory has kept must not be applied by any optimizer
+        if found is not False:  # what memory has kept must not be applied by any optimizer
             with torch.no_grad():
                 spoil([_local(p.grad) for p, _ in self._before if p.grad is not None], found)
         return Synchronized({}, frozenset())
