@@ -24,6 +24,7 @@ from fnddp import RankMismatchError, StepFailedError
 from fnddp.adapters.checkpoint import load_files
 from fnddp.integrations.checkpoint import load, save
 from fnddp.laws import bits
+from fnddp.run.vote import Vote
 from fnddp.simulation.ranks import RankFailed
 from fnddp.wire.protocol import CollectiveError
 from tests.models import COMPRESSED, Hooked, assert_equal_on_ranks, batch, grads_of, loss_of, make_model
@@ -438,3 +439,37 @@ def check_not_finite(rank: int, text: str, poison: Any) -> None:
 )
 def test_a_gradient_that_is_not_finite(gloo, n, text, poison):
     gloo(n, check_not_finite, text, poison, timeout=DEADLINE)
+
+
+@on_ranks(2, seconds=DEADLINE)
+def test_an_error_in_the_vote_of_one_rank_alone_is_not_taken_for_one_of_all(rank: int) -> None:
+    training = Training(PLAIN, short_group())
+    assert training.step(batch(rank, 0)) is None
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+
+            def runs_out(vote: Vote) -> frozenset[str]:
+                raise MemoryError("in the vote")
+
+            patch.setattr(Vote, "outcome", runs_out)
+        error = training.step(batch(rank, 1))
+    assert isinstance(error, MemoryError) if rank == 1 else error is None
+    error = training.step(batch(rank, 2))  # rank 1 has not taken the step before
+    assert isinstance(error, RuntimeError if rank == 1 else CollectiveError)
+
+
+@on_ranks(2, seconds=DEADLINE)
+def test_an_error_in_a_pipeline_without_a_plan_is_a_collective_error_on_the_others(rank: int) -> None:
+    training = Training(CHECKED, short_group())
+    assert training.step(batch(rank, 0)) is None
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+
+            def raises(*_: Any, **__: Any) -> Any:
+                raise ZeroDivisionError("in my transform")
+
+            patch.setattr(type(training.model.sync), "exchange", raises)
+        before = training.all
+        error = training.step(batch(rank, 1))
+    assert isinstance(error, ZeroDivisionError if rank == 1 else CollectiveError)
+    assert training.all == before

@@ -199,13 +199,27 @@ def _exchange_nonempty(kind: Kind, payloads: list[Tensor], op: str | None, group
     if world.simulated is not None:
         moved = [(world.simulated.moved(kind, payload, op, group), tuple(payload.shape)) for payload in payloads]
         return [result.reshape(kind.joined_shape(shape, n)) for result, shape in moved]
-    if world.wire is not None and not world.traced:
-        return _started(world.wire, kind, payloads, op, group, n)()
     if world.traced:
-        issued = [kind.trace(payload, op, n, group or DEFAULT_GROUP) for payload in payloads]
-    else:
-        issued = [issue(kind, payload, op, n, live_name(group)) for payload in payloads]
-    return [_wait(each) for each in issued]
+        return [_wait(each) for each in [kind.trace(payload, op, n, group or DEFAULT_GROUP) for payload in payloads]]
+    if torch.compiler.is_compiling():
+        return _moved(world.wire, kind, payloads, op, group, n)
+    try:
+        return _moved(world.wire, kind, payloads, op, group, n)
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"{kind.name} of {len(payloads)} payloads over {n} ranks failed: {error}. Another rank has failed, left, "
+            "or not called backward; see its own error"
+        ) from error
+
+
+def _moved(
+    wire: Wire | None, kind: Kind, payloads: list[Tensor], op: str | None, group: str | None, n: int
+) -> list[Tensor]:
+    if wire is not None:
+        return _started(wire, kind, payloads, op, group, n)()
+    return [_wait(each) for each in [issue(kind, payload, op, n, live_name(group)) for payload in payloads]]
 
 
 def _started(

@@ -463,9 +463,7 @@ class Step:
         try:
             with self._on_side_stream():
                 self._unused = vote.outcome()
-        except CollectiveError:  # ranks are desynchronized
-            raise
-        except Exception:
+        except (StepFailedError, ValueError):  # on all ranks; after any other, they may be apart
             self.give_up(failed=True)
             raise
         return self._unused
