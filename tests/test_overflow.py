@@ -42,6 +42,8 @@ MORE = [
     "error_feedback(every(2, powersgd(allreduce, rank=2)))",  # of which no rank sees what another one has got
     "partition({'a.*': error_feedback(every(4, topk(allgather, k=3))), '*': error_feedback(fp16(allreduce))})",
     "error_feedback(sign(two_shot, scale='none'))",  # whose mean shows no NaN
+    "error_feedback(natural(two_shot))",  # whose payloads have no fractions
+    "error_feedback(switch({0: allreduce, 5: none}))",  # which leaves it on one rank
     "error_feedback(random_block(allreduce, block=3))",  # nor does this, where it is not drawn
     "error_feedback(quantize(bf16(two_shot), bits=4, rounding='stochastic'))",
     "error_feedback(fp8(allgather))",
@@ -74,6 +76,16 @@ def test_memory_stays_as_it_was(rank: int, text: str) -> None:
                 torch.testing.assert_close(part, before[path], rtol=0, atol=0, msg=f"{step}: {path}")
         got = [leaf for leaf in mean.values() if leaf is not None]  # of which memory still has what must not be applied
         assert all(bool(leaf.isfinite().all()) is not is_bad for leaf in got if leaf.numel())
+
+
+@on_ranks(2, threads=True)
+def test_gradients_of_the_caller_stay_as_they_were(rank: int) -> None:
+    """Means of `none` are the gradients themselves."""
+    sync = fnddp.parse("partition({'a': none, '*': error_feedback(bf16(allreduce))})")
+    grads = {"a": torch.ones(3), "b": torch.full((3,), math.inf)}
+    mean, _ = fnddp.jit(sync)(grads, sync.init(grads))
+    assert torch.equal(grads["a"], torch.ones(3))
+    assert not mean["a"].isfinite().all()
 
 
 @on_ranks(2)

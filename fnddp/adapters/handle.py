@@ -62,7 +62,6 @@ class HasPipeline:
     _group: str | None  # name of the model's process group; None for the default one
     _wire: Wire
     _is_measured = False  # "auto" has chosen the pipeline, and that of a checkpoint replaces it
-    _refused_for: BaseException | None = None  # the error of `refuse`
     _compares = False  # ranks have still to compare the pipeline that "auto", or a checkpoint, has chosen
 
     @property
@@ -122,11 +121,9 @@ class HasPipeline:
     def refuse(self, error: BaseException | None) -> None:
         """Refuse steps because of `error`, which has left parameters as they should not be; None to go on again.
 
-        All ranks call it, between steps. It takes back no refusal of steps for another reason.
+        All ranks call it, between steps. Steps that are refused for another reason stay so.
         """
-        if error is not None or self._engine.broken is self._refused_for:
-            self._engine.broken = error
-        self._refused_for = error
+        self._engine.refused = error
 
     def _settle(self) -> None:
         """Fail a step whose backward did not finish: the other ranks wait in it, and not for what comes next."""

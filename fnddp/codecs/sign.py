@@ -50,10 +50,6 @@ class sign(Codec):
     def nests(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return frozenset({"around"} if self.scale == "none" else {"around", "inside"})
 
-    @property
-    def hides_nonfinite(self) -> bool:
-        return self.scale == "none" or self.inner.hides_nonfinite
-
     def encode(self, x: Tensor, length: Tensor | None = None) -> Payload:
         chunks = in_blocks(x, self.chunk)
         chunk = chunks.shape[-1]

@@ -311,6 +311,10 @@ class Codec(Carrying):
     averages: ClassVar[bool] = False
     nests: ClassVar[Any] = frozenset({"around", "inside"})
 
+    @property
+    def hides_nonfinite(self) -> bool:  # in a payload without fractions, in which a step finds none
+        return "inside" not in self.nests or super().hides_nonfinite
+
     def __post_init__(self) -> None:
         super().__post_init__()
         name, inner = type(self).__name__, self.inner

@@ -223,7 +223,7 @@ class Sync(Expression, abc.ABC):
 
     @property
     def hides_nonfinite(self) -> bool:
-        """True if its mean may be finite where a gradient is not."""
+        """True if what travels, and the mean of other ranks, may be finite where a gradient is not."""
         return any(child.hides_nonfinite for child in self.children())
 
     @property

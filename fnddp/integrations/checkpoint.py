@@ -3,6 +3,7 @@
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,8 @@ def load(
         ValueError: The state is of another pipeline or other parameters, or of another number of shards.
         TypeError: There is no pipeline in `sync` or `model`.
         CheckpointException: On all ranks: a file is missing or damaged, or has not all that is asked for. If ranks have
-            read a part of it, which some may have and others not, the model refuses steps until a load succeeds.
+            read a part of it, which some may have and others not, `fnddp.DistributedDataParallel` and `register` refuse
+            steps until a load succeeds. Nothing else does: with FSDP or an outer step, restart.
     """
     model, stepping = _given(model, optimizers)
     keeper, checkpoint = _keeper(model, sync), _checkpoint(model, sync, group)
@@ -159,14 +161,14 @@ def load(
     reading = _Reading()
     try:
         state = _state(model, stepping, keeper.sync_checkpoint(checkpoint.saved_by(about[_SYNC])), more)
-        is_whole = _leave_out_unsaved(state, [] if planner.metadata is None else planner.metadata.state_dict_metadata)
+        _leave_out_unsaved(state, [] if planner.metadata is None else planner.metadata.state_dict_metadata)
         dcp.load(state, checkpoint_id=folder, process_group=group, planner=reading)
         if_known = DefaultLoadPlanner(allow_partial_load=True)
         dcp.load(stepped, checkpoint_id=folder, process_group=group, planner=if_known)
         if not isinstance(model, OwnerDataParallel):  # which has been loaded in place
             moments = state.get(_OPTIMIZER, {})
             with without_step_hooks(stepping):
-                options = StateDictOptions(strict=is_whole)
+                options = StateDictOptions(strict=False)  # DCP has found all that is asked for; some have no state
                 weights = state[_MODEL]
                 set_state_dict(model, stepping, model_state_dict=weights, optim_state_dict=moments, options=options)
     except BaseException as error:
@@ -267,8 +269,9 @@ def _given(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> tup
 @contextmanager
 def _filling(optimizers: Sequence[Optimizer]) -> Generator[None]:
     """Let torch fill the state of optimizers without one, by a step: not where a parameter has a gradient already."""
-    parameters = [p for each in _without_state(optimizers) for group in each.param_groups for p in group["params"]]
-    grads = [p.grad for p in parameters]
+    groups = [group for each in _without_state(optimizers) for group in each.param_groups]
+    parameters = [p for group in groups for p in group["params"]]
+    grads, rates = [p.grad for p in parameters], [group["lr"] for group in groups if "lr" in group]
     try:
         for p in parameters:
             p.grad = None
@@ -277,6 +280,8 @@ def _filling(optimizers: Sequence[Optimizer]) -> Generator[None]:
     finally:
         for p, grad in zip(parameters, grads, strict=True):
             p.grad = grad
+        for group, rate in zip((group for group in groups if "lr" in group), rates, strict=True):
+            group["lr"] = rate  # which torch leaves at 0 if that step raises
 
 
 def _has_some_state(model: nn.Module, optimizer: Optimizer) -> bool:
@@ -287,23 +292,24 @@ def _has_some_state(model: nn.Module, optimizer: Optimizer) -> bool:
     return bool(optimizer.state) and not all(optimizer.state.get(p) for p in mine)
 
 
-def _leave_out_unsaved(state: Mapping[str, Any], saved: Collection[str]) -> bool:
-    """Ask for no state of parameters which had none when others had; return whether all had one, or none."""
-    begin = f"{_OPTIMIZER}.{STATE}"
-    with_state = {key.removeprefix(begin).rpartition(".")[0] for key in saved if key.startswith(begin)}
+def _leave_out_unsaved(state: Mapping[str, Any], saved: Collection[str]) -> None:
+    """Ask for no state of parameters which had none when others had."""
     moments = state.get(_OPTIMIZER)
-    if not with_state or moments is None:
-        return True
+    if moments is None:
+        return
     of_leaf = moments.names if isinstance(moments, OptimizerCheckpoint) else [*moments["state"]]
-    if not with_state <= {*of_leaf}:  # of another model: DCP names what is missing
-        return True
-    left_out = [name for name in of_leaf if name not in with_state]
+    begin, names, with_state = f"{_OPTIMIZER}.{STATE}", {*of_leaf}, set[str]()
+    for key in (key.removeprefix(begin).split(".") for key in saved if key.startswith(begin)):
+        found = names.intersection(accumulate(key, "{}.{}".format))  # its state may be nested
+        if not found:  # of another model: DCP names what is missing
+            return
+        with_state |= found
+    left_out = [name for name in of_leaf if name not in with_state] if with_state else []
     if isinstance(moments, OptimizerCheckpoint):
         moments.left_out = left_out
     else:
         for name in left_out:
             del moments["state"][name]
-    return not left_out
 
 
 def _without_state(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -334,9 +340,10 @@ def _checkpoint(model: nn.Module, sync: HasCheckpoint | None, group: dist.Proces
 
 def _require_alike(model: nn.Module, sync: HasCheckpoint | None, group: dist.ProcessGroup | None) -> None:
     """Raise a ValueError if ranks save together whose parameters differ, since the pipeline leaves gradients alone."""
-    pipeline = getattr(_keeper(model, sync), "sync", None)
-    if not isinstance(pipeline, Sync) or not dist.is_initialized() or dist.get_world_size(group) == 1:
+    keeper = _keeper(model, sync)
+    if not isinstance(keeper, HasPipeline) or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
+    pipeline = keeper.sync
     named = getattr(model, "module", model).named_parameters()
     apart = [name for name, p in named if not isinstance(p, DTensor) and _leaves_alone(pipeline, name)]
     if apart:

@@ -69,6 +69,7 @@ class unreduced(Sync):
 
     ops: ClassVar[Any] = frozenset[str]()
     groups: ClassVar[Any] = frozenset[str | None]()
+    hides_nonfinite: ClassVar[Any] = True  # from other ranks, which memory outside may send to later
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
         return self

@@ -76,6 +76,7 @@ class Engine:
         step: The step that is open; None as soon as it has ended.
         begun, steps, failed_steps: Numbers of steps that have begun, succeeded, and failed.
         broken: The error after which ranks may be desynchronized.
+        refused: The error that has left parameters, on all ranks, as they should not be: no step begins.
         ranks: Key of its process groups in `Engines`, which differs from that of later ones with the same names.
     """
 
@@ -106,6 +107,7 @@ class Engine:
         self.step: Step | None = None
         self.begun = self.steps = self.failed_steps = 0
         self.broken: BaseException | None = None
+        self.refused: BaseException | None = None
         self.learns_order = self._can_learn_order = learns_order and not isinstance(wire, Elastic)
         self._parts, self._structure = tree.flatten_any(state)
         self._knows_groups = sync.groups is not None or bool(groups)
@@ -286,6 +288,10 @@ class Engine:
 
         The others may still wait in collectives of the step that failed here, which would meet those of the next one.
         """
+        if self.refused is not None:
+            raise RuntimeError(
+                f"no step begins, since parameters are in no good state: {self.refused}"
+            ) from self.refused
         if isinstance(self.wire, Elastic) and self.wire.epoch != self._epoch:
             self.broken = None
         if self.broken is not None:
@@ -355,6 +361,8 @@ class Engine:
 
     def continue_with(self, learnt: list[str]) -> None:
         """Expect gradients in the order that the run has learnt which this one continues; learn anew if it had not."""
+        if self.step is not None:
+            raise RuntimeError("the order of gradients cannot be set while a step is open, which is laid out by it")
         if not learnt and self._can_learn_order:  # its first step is laid out as any first step
             self.learnt, self.learns_order, self._order, self._programs = [], True, None, []
             self._memory.clear()

@@ -178,6 +178,7 @@ class Program:
         needed: For each segment the number of leaves that it needs.
         dtypes: The dtype of each leaf.
         hides_nonfinite: See `Sync.hides_nonfinite`.
+        passed_on: Leaves whose mean may be the gradient itself, which the caller may own.
         is_polled: True if segments also wait for collectives that the host must poll.
         device: Where the leaves are.
         stream: Its side stream; None on the CPU, and for a plan of `without_schedule`.
@@ -219,6 +220,7 @@ class Program:
         self._state = [(register[part], None) if isinstance(part, Name) else (None, part) for part in plan.state]
         self._memories = {path: register[name] for path, name in plan.memories.items()}
         self._parts = [(i, part.index, part.index in plan.overwrites_state) for i, part in all_of(StatePart)]
+        self.passed_on = {path for path, name in plan.means.items() if not is_static or isinstance(name, Grad)}
         self._results, self._divisors = all_of(Mean), all_of(Divisor)
         self._slices = [*all_of(Sent), *all_of(Received), *all_of(PayloadRange)]
         known: dict[Any, Tensor] = {**plan.constants, **{name: spec.empty() for name, spec in plan.scratch.items()}}

@@ -334,6 +334,7 @@ class Step:
             means, parts = program.end(self._values)
             self._restore(memory, parts, means)
             if self.found_nonfinite is not False:  # what memory has kept must not be applied by any optimizer
+                means |= {path: means[path].clone() for path in program.passed_on & means.keys()}
                 spoil(means.values(), self.found_nonfinite)
         if stream is not None:
             current = program.device.current()
