@@ -125,7 +125,7 @@ class OwnerDataParallel(DistributedDataParallel):
         super().__init__(module, sync=gradients, **options)
         self._steps.owners = self  # pyright: ignore[reportAttributeAccessIssue]
         self._is_nonfinite: Tensor | bool = False
-        self._torn_by: BaseException | None = None  # the error of a step in which some owners have updated theirs
+        self._inconsistent_since: BaseException | None = None  # the error of a step that some owners alone have taken
         self._norms: dict[float, dict[str, Tensor]] = {}  # those that are not taken yet
         self._has_others: set[OwnedOptimizer] = set()  # of those whose other leaves have got means of this backward
         self._sharded = [
@@ -185,7 +185,7 @@ class OwnerDataParallel(DistributedDataParallel):
             if not is_over:  # the other ranks wait for what this one sends
                 fail_next({sharded.engine: error})
                 sharded.engine.fail(error)
-                self._engine.broken = self._torn_by = error
+                self._end_by(error)
             raise
 
     def _require_same_optimizer(self, sharded: OwnedOptimizer) -> None:
@@ -214,15 +214,19 @@ class OwnerDataParallel(DistributedDataParallel):
         try:
             sharded.send()
         except StepFailedError as error:
-            self._engine.broken = StepFailedError(
+            named = StepFailedError(
                 f"{type(sharded.optimizer).__name__}.step failed on another rank, so no rank has its weights: "
                 f"{str(error).split('. State and')[0]}. Owners have updated theirs: restart from a checkpoint"
             )
-            self._torn_by = self._engine.broken
-            raise self._engine.broken from error
+            self._end_by(named)
+            raise named from error
         except BaseException as error:
-            self._engine.broken = self._torn_by = error
+            self._end_by(error)
             raise
+
+    def _end_by(self, error: BaseException) -> None:
+        """Refuse later steps, and checkpoints: some owners have updated theirs, and others have not."""
+        self._engine.broken = self._inconsistent_since = error
 
     # Gradients
 
@@ -372,13 +376,13 @@ class OwnerDataParallel(DistributedDataParallel):
 
     # Checkpoints
 
-    def require_untorn(self) -> None:
+    def require_consistent(self) -> None:
         """Raise a RuntimeError, on all ranks, if a step has failed in which some owners have updated theirs."""
-        if self._torn_by is not None:
+        if (error := self._inconsistent_since) is not None:
             raise RuntimeError(
-                f"own: a step has failed ({type(self._torn_by).__name__}: {self._torn_by}), so weights and the state "
-                "of optimizers are of two steps, and no checkpoint; restart from one of before"
-            ) from self._torn_by
+                f"own: a step has failed ({type(error).__name__}: {error}), so weights and the state of optimizers are "
+                "of two steps, and no checkpoint; restart from one of before"
+            ) from error
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the state of all optimizers by the names of parameters, whole, on the CPU. All ranks call it.
@@ -388,7 +392,7 @@ class OwnerDataParallel(DistributedDataParallel):
         there too, under "weights". The wrong choice where all state does not fit into a rank's memory: see
         `optimizer_checkpoint`.
         """
-        self.require_untorn()
+        self.require_consistent()
         mine: dict[str, Any] = {}
         for each in self._sharded:
             for name, p in each.own.items():
@@ -502,7 +506,7 @@ class OptimizerCheckpoint:
     Leaves that are cut by rows are DTensors, so any number of ranks loads them.
 
     Attributes:
-        stepped: Optimizers that have taken a step on some rank: what has no state here was not used, and has none.
+        stepped: Optimizers that have taken a step on some rank: leaves of theirs without a state are saved without one.
         left_out: Names of leaves whose state is not loaded, since what was saved has none.
     """
 
@@ -519,7 +523,7 @@ class OptimizerCheckpoint:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of what this rank owns, by name; of an optimizer without one, one to load into."""
         model = self._model
-        model.require_untorn()
+        model.require_consistent()
         saved: dict[str, Any] = {}
         for each in model._sharded:  # pyright: ignore[reportPrivateUsage]
             with nullcontext() if each.optimizer in self.stepped else each.filled():

@@ -78,7 +78,7 @@ def save(
     >>> dist.destroy_process_group()
     """
     model, stepping = _given(model, optimizers)
-    _require_alike(model, sync, group)
+    _require_equal_parameters(model, sync, group)
     state = _to_save(model, stepping, _checkpoint(model, sync, group), more, group)
     dcp.save(state, checkpoint_id=folder, process_group=group)
 
@@ -106,7 +106,7 @@ def async_save(
         A future: `result()` waits until all is written, and raises errors.
     """
     model, stepping = _given(model, optimizers)
-    _require_alike(model, sync, group)
+    _require_equal_parameters(model, sync, group)
     state = _to_save(model, stepping, _checkpoint(model, sync, group), more, group)
     kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
     saver = group if in_process else _saver(group)
@@ -226,7 +226,7 @@ def _to_save(
     of another.
     """
     if isinstance(model, OwnerDataParallel):
-        model.require_untorn()
+        model.require_consistent()
     fresh = _without_state(optimizers)
     stepped = [each not in fresh for each in optimizers]
     try:
@@ -338,14 +338,14 @@ def _checkpoint(model: nn.Module, sync: HasCheckpoint | None, group: dist.Proces
     return checkpoint
 
 
-def _require_alike(model: nn.Module, sync: HasCheckpoint | None, group: dist.ProcessGroup | None) -> None:
+def _require_equal_parameters(model: nn.Module, sync: HasCheckpoint | None, group: dist.ProcessGroup | None) -> None:
     """Raise a ValueError if ranks save together whose parameters differ, since the pipeline leaves gradients alone."""
     keeper = _keeper(model, sync)
     if not isinstance(keeper, HasPipeline) or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     pipeline = keeper.sync
     named = getattr(model, "module", model).named_parameters()
-    apart = [name for name, p in named if not isinstance(p, DTensor) and _leaves_alone(pipeline, name)]
+    apart = [name for name, p in named if not isinstance(p, DTensor) and _is_unreduced(pipeline, name)]
     if apart:
         raise ValueError(
             f"{pipeline} leaves gradients as they are on each rank, in some steps at least, so {', '.join(apart[:3])} "
@@ -355,11 +355,12 @@ def _require_alike(model: nn.Module, sync: HasCheckpoint | None, group: dist.Pro
         )
 
 
-def _leaves_alone(sync: Sync, path: str) -> bool:
+def _is_unreduced(sync: Sync, path: str) -> bool:
+    """Return whether `sync` leaves the gradient `path` as it is on each rank, in some step."""
     if isinstance(sync, partition):
         rule = sync.rule_of(path)
-        return rule is not None and _leaves_alone(rule, path)
-    return isinstance(sync, unreduced) or any(_leaves_alone(each, path) for each in sync.children())
+        return rule is not None and _is_unreduced(rule, path)
+    return isinstance(sync, unreduced) or any(_is_unreduced(each, path) for each in sync.children())
 
 
 def _keeper(model: nn.Module, sync: HasCheckpoint | None) -> HasCheckpoint:

@@ -76,6 +76,7 @@ class Engine:
         step: The step that is open; None as soon as it has ended.
         begun, steps, failed_steps: Numbers of steps that have begun, succeeded, and failed.
         broken: The error after which ranks may be desynchronized.
+        learns_order: True until the order is learnt in which gradients arrive, if it is to be.
         refused: The error that has left parameters, on all ranks, as they should not be: no step begins.
         ranks: Key of its process groups in `Engines`, which differs from that of later ones with the same names.
     """

@@ -59,16 +59,14 @@ class Slots:
     `torch.func.functional_call` swaps them for one call; a user may assign new ones for good.
 
     Args:
-        owner: Who has wrapped it, for errors.
+        owner: Name of what wraps the module, for errors.
         fix: What to do about them.
 
     Attributes:
         buffers: The dicts that hold the buffers of the module and its parts.
     """
 
-    def __init__(
-        self, module: nn.Module, trained: WrappedParameters, owner: str = OWNER, fix: str = "wrap the module again"
-    ) -> None:
+    def __init__(self, module: nn.Module, trained: WrappedParameters, owner: str, fix: str) -> None:
         self._trained, self._owner, self._fix = trained, owner, fix
         # Makes torch.utils.swap_tensors refuse them, as with torch's class: swapped parameters would lose our hooks.
         self._pins = [weakref.ref(parameter) for parameter in trained.parameters.values()]

@@ -484,7 +484,7 @@ class DistributedDataParallel(TorchNames):
         self._use(pipeline, initial)
 
     def _use(self, pipeline: Sync, initial: State) -> None:
-        self._slots = Slots(self.module, self._trained)
+        self._slots = Slots(self.module, self._trained, OWNER, "wrap the module again")
         engine = Engine(
             pipeline,
             self._trained.leaves(),
