@@ -22,6 +22,8 @@ from torch import Tensor, nn
 import fnddp
 from fnddp import RankMismatchError, StepFailedError
 from fnddp.adapters.checkpoint import load_files
+from fnddp.core.sync import REMEMBERED
+from fnddp.core.tree import annotated_items
 from fnddp.integrations.checkpoint import load, save
 from fnddp.laws import bits
 from fnddp.run.vote import Vote
@@ -417,8 +419,9 @@ def check_not_finite(rank: int, text: str, poison: Any) -> None:
         grads = {name: p.grad for name, p in poisoned.model.module.layers.named_parameters()}
         assert_equal_on_ranks(grads)
         finite = [name for name, grad in grads.items() if grad.isfinite().all()]
-        if step == 2:
-            assert finite == [name for name in grads if not name.startswith(LAYERS)]
+        if step == 2:  # a pipeline with memory keeps that, and so spoils all means
+            remembers = any(REMEMBERED in marks for _, marks, _ in annotated_items(poisoned.model.sync_state))
+            assert finite == [name for name in grads if not remembers and not name.startswith(LAYERS)]
         else:
             assert finite == list(grads), f"step {step}"
             poisoned.optimizer.step()
