@@ -204,6 +204,7 @@ class powersgd(Sync):
         """
         done = self.inner.exchange(leaves, state.whole)
         stacks, m = self._matrices(done.mean)
+        m = {path: each.clone() for path, each in m.items()}  # in a buffer's middle BLAS may round products another way
         query = _rows_of(stacks, state.q)
         right = {path: self._draw(path, done.mean[path], 0, m[path].shape[1]) for path in m}
         for _ in range(ITERATIONS):
