@@ -77,9 +77,7 @@ def save(
     {'step': 7}
     >>> dist.destroy_process_group()
     """
-    model, stepping = _given(model, optimizers)
-    _require_equal_parameters(model, sync, group)
-    state = _to_save(model, stepping, _checkpoint(model, sync, group), more, group)
+    state = _to_save(model, optimizers, sync, more, group)
     dcp.save(state, checkpoint_id=folder, process_group=group)
 
 
@@ -105,9 +103,7 @@ def async_save(
     Returns:
         A future: `result()` waits until all is written, and raises errors.
     """
-    model, stepping = _given(model, optimizers)
-    _require_equal_parameters(model, sync, group)
-    state = _to_save(model, stepping, _checkpoint(model, sync, group), more, group)
+    state = _to_save(model, optimizers, sync, more, group)
     kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
     saver = group if in_process else _saver(group)
     response = dcp.async_save(state, checkpoint_id=folder, process_group=saver, async_checkpointer_type=kind)
@@ -215,16 +211,19 @@ def _state(
 
 def _to_save(
     model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    checkpoint: Checkpoint,
+    optimizers: Optimizer | Iterable[Optimizer],
+    sync: HasCheckpoint | None,
     more: Mapping[str, Any] | None,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
     """Return what is written: the first rank's buffers, and which optimizers have taken a step on any rank.
 
     Between two forwards each rank has buffers of its own (BatchNorm), of which DCP would write some of one rank, some
-    of another.
+    of another. Raises as `save`.
     """
+    model, optimizers = _given(model, optimizers)
+    _require_equal_parameters(model, sync, group)
+    checkpoint = _checkpoint(model, sync, group)
     if isinstance(model, OwnerDataParallel):
         model.require_consistent()
     fresh = _without_state(optimizers)

@@ -60,7 +60,7 @@ class Slots:
 
     Args:
         owner: Name of what wraps the module, for errors.
-        fix: What to do about them.
+        fix: What a user can do about parameters that are not synchronized.
 
     Attributes:
         buffers: The dicts that hold the buffers of the module and its parts.
