@@ -194,7 +194,8 @@ class Replica:
             self._started = count()
             self.reach("forward")
             with self.model.weight(1.0 + self.seed) if self.options.get("weighs") else nullcontext():
-                self.loss(step).backward()
+                for _ in range(self.options.get("backwards", 1)):
+                    self.loss(step).backward()
         except ZeroDivisionError as raised:  # that of a trap
             error = repr(raised)
             if self.options.get("leaves_out"):

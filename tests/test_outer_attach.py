@@ -386,6 +386,25 @@ def test_exchanges_are_weighted_by_the_tokens_since_the_last_one(rank: int, dela
 
 
 @on_ranks(2, threads=True)
+def test_an_exchange_that_is_repeated_has_the_tokens_from_its_beginning(rank: int):
+    model, answers = make_model(), iter([False, True])
+    step = outer.streaming_diloco(allreduce, every=2, fragments=1, delay=1, lr=1, momentum=0)
+    attached = outer.attach(model, None, step, commit=lambda: next(answers))
+    start = parameters(model)
+    for tokens in (1 + 2 * rank, 0, 0, 5 - 4 * rank):  # the last ones are counted after the difference was taken
+        attached.count(tokens)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(4.0 * (rank + 1) if tokens == 1 + 2 * rank else 0.0)
+        attached.step()
+    # Ranks have moved by 4 and 8, with weights 1 and 3.
+    torch.testing.assert_close(parameters(model), {name: p + 7 for name, p in start.items()})
+    unsent = attached.unsent
+    assert unsent is not None
+    assert unsent["now"]["0"] == 5 - 4 * rank
+
+
+@on_ranks(2, threads=True)
 def test_tokens_are_kept_in_a_checkpoint(rank: int):
     found: list[Any] = []
     for is_resumed in (False, True):

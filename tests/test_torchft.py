@@ -158,6 +158,8 @@ SITUATIONS: dict[str, tuple[dict[str, Any], Trap | None]] = {
     "warmup": ({"sync": "warmup(error_feedback(powersgd(fp16(allreduce))), steps=5)"}, Trap("backward", AT)),
     "accumulated gradients": ({"accumulates": True}, Trap("collective 1", AT)),
     "accumulated gradients, an error": ({"accumulates": True}, Trap("collective 1", AT, "raise")),
+    "two backwards, in the first": ({"backwards": 2, "sync": "allreduce"}, Trap("collective 1", AT)),
+    "two backwards, in the second": ({"backwards": 2, "sync": "allreduce"}, Trap("collective 3", AT)),
     "a weight": ({"weighs": True}, Trap("vote", AT)),  # the first vote is of weights
     "two modules, and the simple class": ({"wrap": two_halves}, Trap("backward", AT)),
     "not healed": ({"wrap": fails_to_heal, "sync": "allreduce"}, None),

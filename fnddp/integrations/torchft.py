@@ -294,7 +294,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         wire = ManagerWire(manager)
         super().__init__(module, init_sync=False, forward_sync_buffers=False, sync=sync, wire=wire, **kwargs)
         self.manager: Any = manager
-        self._replicas = wire
+        self._replicas, self._steps.awaits_commit = wire, True
         plan = self._engine.prepare()  # now, since the others would wait for it in this replica's first step
         if plan is not None:
             self._replicas.require([collective.kind for collective in plan.collectives])

@@ -178,7 +178,14 @@ class Attached:
         if self._prepare is not None and ahead.starts:
             self._prepare()
             ahead = self._ahead()  # of the state that it may have loaded
-        leaves = self._leaves()
+        leaves, before, open_at = self._leaves(), self._state, self._tokens_open()
+        try:
+            self._run(leaves, ahead)
+        finally:
+            if self._state is before:  # what was open and has ended is exchanged again, with its tokens
+                self._tokens_resumed = {name: at for name, at in open_at.items() if name not in self.under_way}
+
+    def _run(self, leaves: Leaves, ahead: Noted) -> None:
         with torch.inference_mode(False), torch.no_grad(), without_autocast():  # plans keep memory
             self._exchanges.poll()
             try:

@@ -293,8 +293,8 @@ class Engine:
             raise RuntimeError(
                 f"no step begins, since parameters are in no good state: {self.refused}"
             ) from self.refused
-        if isinstance(self.wire, Elastic) and self.wire.epoch != self._epoch:
-            self.broken = None
+        if isinstance(self.wire, Elastic) and (self.wire.epoch != self._epoch or self.wire.lost is not None):
+            self.broken = None  # nothing is sent in the rest of an epoch that has lost a rank: steps end as they should
         if self.broken is not None:
             raise RuntimeError(
                 f"an earlier step failed on this rank ({type(self.broken).__name__}: {self.broken}), so ranks may "

@@ -78,6 +78,7 @@ class Steps:
         weight: The weight of the `weight` block that runs now, if any.
         may_step: True if a forward whose backward synchronizes has run in that block.
         unsynchronized: Parameters with gradients that no step has synchronized yet: of backwards within `no_sync`.
+        awaits_commit: True if `settle_on` ends a step of one backward or several.
         futures: Futures of buffer hooks, for which the end of a backward waits.
     """
 
@@ -87,7 +88,7 @@ class Steps:
 
     def __init__(self, promises: Promises) -> None:
         self.promises = promises
-        self.is_armed, self.may_step, self.scale = False, False, 1.0
+        self.is_armed, self.may_step, self.awaits_commit, self.scale = False, False, False, 1.0
         self.weight: Weight | None = None
         self._forward_weight: Weight | None = None  # of the block in which the last forward ran
         self._weight: Weight | None = None  # of the step
@@ -114,7 +115,7 @@ class Steps:
         self.promises.begin()
         self._always_sparse = {name: 1 for name, parameter in self.parameters.items() if parameter in sparse}
         self._taken: _Taken | None = None  # of the open step
-        # On an elastic wire: gradients and `unsynchronized` before the last backward, whose step may not be committed.
+        # On an elastic wire: gradients and `unsynchronized` before the backwards that may not be committed.
         self._before: tuple[dict[str, Tensor], set[str]] | None = None
         self._returns = True  # False after a backward that has returned no gradient
         self._begins_at_parameters = False  # a step has begun before its backward reached an output
@@ -214,7 +215,7 @@ class Steps:
         _refuse_compiled_autograd()
         # They belong to the user: this backward adds to them, and the step does not write over them.
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        if isinstance(self.engine.wire, Elastic):
+        if isinstance(self.engine.wire, Elastic) and (self._before is None or not self.awaits_commit):
             self._before = {name: grad.detach().clone() for name, grad in grads.items()}, self.unsynchronized.copy()
         asked = asked_for(self.parameters)
         self._returns = bool(asked)
