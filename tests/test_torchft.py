@@ -150,6 +150,11 @@ def two_halves(manager: Any, net: Network, options: Mapping[str, Any]) -> torch.
     return torch.nn.Sequential(*wrapped)
 
 
+def two_halves_from_the_last(manager: Any, net: Network, options: Mapping[str, Any]) -> torch.nn.Module:
+    last = DistributedDataParallel(manager, torch.nn.Sequential(net[1], net[2]))
+    return torch.nn.Sequential(DistributedDataParallel(manager, net[0]), last)
+
+
 BOTH = {"r0", "r1"}
 SITUATIONS: dict[str, tuple[dict[str, Any], Trap | None]] = {
     "all_gather": ({"sync": "error_feedback(topk(allgather, ratio=0.3))"}, Trap("collective 1", AT)),
@@ -162,11 +167,16 @@ SITUATIONS: dict[str, tuple[dict[str, Any], Trap | None]] = {
     "two backwards, in the second": ({"backwards": 2, "sync": "allreduce"}, Trap("collective 3", AT)),
     "a weight": ({"weighs": True}, Trap("vote", AT)),  # the first vote is of weights
     "two modules, and the simple class": ({"wrap": two_halves}, Trap("backward", AT)),
+    "two modules, a step left out": (
+        {"wrap": two_halves_from_the_last, "leaves_out": True},
+        Trap("forward", AT, "raise"),
+    ),
     "not healed": ({"wrap": fails_to_heal, "sync": "allreduce"}, None),
     "an error reported to the manager": ({"wrap": reports}, None),
 }
 DISCARDED = {  # by whom, and in which step, if not by the survivor in that of the trap
     "accumulated gradients, an error": (AT, BOTH),
+    "two modules, a step left out": (AT, BOTH),
     "not healed": (0, BOTH),
     "an error reported to the manager": (1, BOTH),
 }

@@ -344,7 +344,10 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
     def _leave_out(self, begun: int) -> None:
         """End a step without `should_commit`, in the quorum in which the others wait for it."""
         error = RuntimeError("this replica has not finished its backward, or left it out")
-        if self._engine.begun == begun:
+        if sum(key.startswith(_KEY) for key in self.manager._user_state_dicts) > 1:
+            self._replicas.lose(error)  # in a step of which of its models the others wait is not known
+            self._replicas.hang_up()
+        elif self._engine.begun == begun:
             self._steps.backward.fail_next(error)
         self._steps.backward.fail(error)
         self._replicas.report(error)
