@@ -8,7 +8,7 @@ import torch
 
 import fnddp
 from fnddp import error_feedback, fp16, powersgd, two_shot
-from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel
+from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel, attach
 from fnddp.laws import bits
 from fnddp.reducers.all_reduce import all_reduce, allreduce
 from fnddp.wire.kinds import KINDS, REDUCE_SCATTER
@@ -43,7 +43,7 @@ class StandIn(SimpleNamespace):
         )
 
     def register_state_dict_fn(self, key: str, load: Any, give: Any) -> None:
-        self._user_state_dicts[key] = give
+        self._user_state_dicts[key], self._load_state_dict_fns[key] = give, load
 
 
 def wrapped(sync: fnddp.Sync | str = allreduce, **options: Any) -> DistributedDataParallel:
@@ -116,3 +116,23 @@ def test_what_is_local_begins_at_zero_in_a_replica_that_joins():
     for key, value in fnddp.state_dict(healed.sync_state).items():
         theirs = fnddp.state_dict(other.sync_state)[key]
         assert bits(value) == bits(theirs if key.startswith("replicated/") else torch.zeros_like(theirs))
+
+
+def test_a_manager_has_one_outer_step():
+    manager: Any = StandIn()
+    attach(manager, Network(0), None, "local_sgd(every=2)")
+    with pytest.raises(ValueError, match="this manager has an outer step"):
+        attach(manager, Network(0), None, "local_sgd(every=2)")
+
+
+@pytest.mark.parametrize("params", ["local_sgd(every=2)", "diloco(allreduce, every=2)"])
+def test_a_replica_that_joins_gets_parameters_also_where_only_moments_have_anchors(params: str):
+    nets, managers = [Network(seed) for seed in range(2)], [StandIn() for _ in range(2)]
+    for net, manager in zip(nets, managers, strict=True):
+        adam: Any = torch.optim.Adam(net.parameters())
+        net(torch.ones(1, 8)).sum().backward()
+        adam.step()
+        attach(manager, net, adam, f"des_loc({{'params': {params}, 'exp_avg': diloco(allreduce, every=2)}})")
+    key = "fnddp.sync_state.outer"
+    managers[1]._load_state_dict_fns[key](managers[0]._user_state_dicts[key]())
+    assert bits(nets[1].state_dict()) == bits(nets[0].state_dict())

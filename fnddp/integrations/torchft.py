@@ -441,7 +441,7 @@ def attach(
         outer: The outer step, or its text.
 
     Raises:
-        ValueError, TypeError: See `ManagerWire` and `fnddp.outer.attach`.
+        ValueError, TypeError: See `ManagerWire` and `fnddp.outer.attach`; the manager has an outer step already.
         RankMismatchError: In an exchange, on a replica that joins with another outer step or other parameters. It
             leaves for good, as after any error while it loads the others' state.
         QuorumError: In an exchange: there is no quorum.
@@ -451,6 +451,9 @@ def attach(
     """
     step = parse_outer(outer) if isinstance(outer, str) else outer
     replicas, has_committed, refused = ManagerWire(manager), False, list[Exception]()
+    key, known = f"{_KEY}.outer", manager._user_state_dicts  # pyright: ignore[reportPrivateUsage]
+    if key in known:
+        raise ValueError("this manager has an outer step, and each exchange takes a quorum: give each model a manager")
 
     def prepare() -> None:
         if refused:
@@ -474,25 +477,26 @@ def attach(
     about = description(step, local, None)
 
     def give() -> dict[str, Any]:
-        sends_itself = not step.anchors(attached.state)
+        anchored = step.anchors(attached.state).keys()  # with the name of their tree, where there are several
         return {
             "description": about,
             "state": attached.replicated_state_dict(),
-            "parameters": local if sends_itself else {},
+            "parameters": {name: p for name, p in local.items() if not {name, f"params.{name}"} & anchored},
         }
 
     def take(theirs: dict[str, Any]) -> None:
         if theirs["description"] != about:
             differs = first_difference([theirs["description"], about])
             raise RankMismatchError(f"this replica (rank 1) cannot join another one (rank 0): {differs}")
-        if has_committed or _begins_equally(step, attached.state, theirs["state"]):
+        is_anchored = not theirs["parameters"]
+        if has_committed or (is_anchored and _begins_equally(step, attached.state, theirs["state"])):
             attached.rejoin(theirs["state"])
             return
         attached.join(theirs["state"])
         for name, parameter in theirs["parameters"].items():
             local[name].copy_(parameter)
 
-    manager.register_state_dict_fn(f"{_KEY}.outer", take, give)
+    manager.register_state_dict_fn(key, take, give)
     return attached
 
 
@@ -500,7 +504,7 @@ def _begins_equally(step: Outer, state: State, theirs: dict[str, Any]) -> bool:
     """Return whether this replica has trained from the anchor of another one, whose replicated state is `theirs`."""
     mine = step.anchors(state)
     others = step.anchors(states.load_state_dict(state, {**states.state_dict(state), **theirs}))
-    return bool(mine) and all(torch.equal(leaf, others[path]) for path, leaf in mine.items())
+    return all(torch.equal(leaf, others[path]) for path, leaf in mine.items())
 
 
 def _require_quorum(manager: Any, error: Exception) -> None:
