@@ -215,6 +215,25 @@ def test_an_exchange_that_fails_on_one_rank_fails_on_all_and_loses_nothing(rank:
     assert agree(parameters(model))
 
 
+@on_ranks(2)
+def test_an_exchange_that_waits_for_one_that_fails_runs_where_it_ends(rank: int):
+    step = outer.parse("streaming_diloco(two_shot, every=4, fragments=2, delay=3)")
+    wire = Watched()
+    model, optimizer, attached = attached_model(step, wire=wire)
+    expected = make_model()
+    local, state = SGD(expected.parameters()), step.init(parameters(expected))
+    for call in range(1, 13):
+        wire.has_trouble |= call == 2 and rank == 1  # where the first exchange starts; it ends in call 5
+        with pytest.raises(Trouble if rank == 1 else StepFailedError) if call == 5 else nullcontext():
+            train(model, optimizer, rank, range(call, call + 1))
+        train(expected, local, rank, range(call, call + 1))
+        if call != 5:
+            params, state = step(parameters(expected), state)
+            expected.load_state_dict(params)
+        assert bits(parameters(model)) == bits(parameters(expected)), call
+    attached.detach()
+
+
 @pytest.mark.parametrize("has_trouble", [False, True])
 @on_ranks(2, threads=True)
 def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchanges(rank: int, has_trouble: bool):

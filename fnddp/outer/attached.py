@@ -184,6 +184,7 @@ class Attached:
         finally:
             if self._state is before:  # what was open and has ended is exchanged again, with its tokens
                 self._tokens_resumed = {name: at for name, at in open_at.items() if name not in self.under_way}
+                self._tokens_at = {name: at for name, at in self._tokens_at.items() if name in self.under_way}
 
     def _run(self, leaves: Leaves, ahead: Noted) -> None:
         with torch.inference_mode(False), torch.no_grad(), without_autocast():  # plans keep memory

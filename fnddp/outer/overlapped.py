@@ -9,6 +9,7 @@ from fnddp.core.tree import Leaves
 from fnddp.outer.contract import Exchanges
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
+from fnddp.run.step import Step
 from fnddp.run.vote import StepFailedError
 from fnddp.wire.protocol import Wire
 from fnddp.wire.weights import Weight
@@ -34,7 +35,7 @@ class Overlapped(Exchanges):
 
     @property
     def under_way(self) -> tuple[str, ...]:
-        return tuple(self._open)
+        return tuple(name for name, each in self._open.items() if not each.is_given_up)
 
     def require_noticed(self) -> None:
         """Raise a CollectiveError if another rank has failed in an exchange for whose outcome the host did not wait."""
@@ -62,13 +63,13 @@ class Overlapped(Exchanges):
             engine.follow(other)
         backward = Backward(engine)
         step = backward.begin(state=state, weight=self._weight(name))
-        self._open[name] = _Open(backward, leaves)
+        self._open[name] = _Open(backward, step, leaves)
         backward.attempt(self._check)
         backward.attempt(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
         """Finish the exchange `name`; run a whole exchange if none of that name, or of other leaves, is open."""
-        if name not in self._open or self._open[name].leaves is not leaves:
+        if name not in self.under_way or self._open[name].leaves is not leaves:
             self.begin(name, sync, leaves, state)
         return self._open.pop(name).end()
 
@@ -76,7 +77,7 @@ class Overlapped(Exchanges):
         """Finish those of the exchanges `names` that are open, on all ranks, and drop their results."""
         for name in names:
             found = self._open.pop(name, None)
-            if found is not None:
+            if found is not None and not found.is_given_up:
                 failure = found.backward.failure
                 try:
                     found.end()
@@ -93,7 +94,13 @@ class _Open:
     """
 
     backward: Backward
+    step: Step
     leaves: Leaves
+
+    @property
+    def is_given_up(self) -> bool:
+        """True if it has ended, on all ranks, with one before it that has failed: it has sent nothing yet."""
+        return not self.step.is_open and not self.step.has_failed
 
     def end(self) -> tuple[Leaves, State]:
         done = self.backward.end()
