@@ -595,9 +595,12 @@ comm_hooks_of: Callable[[DistributedDataParallel], list[Any]] = attrgetter("_com
 
 
 def has_final_buckets(model: DistributedDataParallel) -> bool:
-    """Return whether later forwards of torch's DDP make no other buckets: it does so once or never. Not in its hook."""
+    """Return whether later forwards of torch's DDP make no other buckets: it does so once or never. Not in its hook.
+
+    False since a `join`, where a rank that has run out of inputs runs hooks without a forward that could ask.
+    """
     never = model.find_unused_parameters and not model.static_graph
-    return never or bool(model._get_ddp_logging_data().get("has_rebuilt_buckets"))
+    return not model._join_config.enable and (never or bool(model._get_ddp_logging_data().get("has_rebuilt_buckets")))
 
 
 debug_names: Any = DistributedDataParallel._build_debug_param_to_name_mapping  # of parameters by their index

@@ -153,6 +153,20 @@ def test_uneven_inputs_with_join(rank: int) -> None:
     assert everyone[0] == everyone[1]
 
 
+@on_ranks(2)
+def test_a_rank_without_inputs_has_the_leaves_of_the_others(rank: int) -> None:
+    models = [DistributedDataParallel(make_model()) for _ in range(2)]
+    fnddp.register(models[0], allreduce)  # takes DDP's buckets as leaves in the third step, outside of join
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for step in range(2 + 3 * rank):
+                optimizer.zero_grad()
+                loss_of(model(batch(rank, step))).backward()
+                optimizer.step()
+    assert bits([*models[0].parameters()]) == bits([*models[1].parameters()])
+
+
 @on_ranks(1)
 def test_a_handle_keeps_its_pipeline_and_not_its_model_alive(rank: int) -> None:
     with pytest.raises(TypeError, match=r"expected a torch.nn.parallel.DistributedDataParallel, got .*Sequential"):
