@@ -197,6 +197,13 @@ def test_disagreement_at_set_up_raises_on_all_ranks(rank: int):
         fnddp.register(ddp, fnddp.parse(COMPRESSED))
 
 
+@on_ranks(1)
+def test_a_model_that_calls_no_hook_for_unused_buckets_is_refused(rank: int) -> None:
+    ddp = DistributedDataParallel(make_model(), skip_all_reduce_unused_params=True)
+    with pytest.raises(ValueError, match=r"skip_all_reduce_unused_params.*leave it out"):
+        fnddp.register(ddp, allreduce)
+
+
 @on_ranks(2)
 def test_another_process_group_than_when_registered(rank: int) -> None:
     model = DistributedDataParallel(make_model())

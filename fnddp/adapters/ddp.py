@@ -260,6 +260,7 @@ def register(
         RankMismatchError: On all ranks, if they disagree about the pipeline, the parameters or the state.
         RuntimeError: The model has a hook already.
         TypeError: `model` is not a `DistributedDataParallel`.
+        ValueError: DDP was told to skip unused parameters.
 
     >>> import torch.distributed as dist
     >>> from fnddp import allreduce, error_feedback, powersgd
@@ -286,6 +287,11 @@ def register(
         if hooks:
             raise RuntimeError(
                 f"register: DDP has one hook slot, and {hooks[0][0].__name__} is in it; wrap the module again"
+            )
+        if model.skip_all_reduce_unused_params:
+            raise ValueError(
+                "register: with skip_all_reduce_unused_params DDP calls no hook for a bucket that no rank uses, so a "
+                "step may not begin, or not end; leave it out, or take fnddp.DistributedDataParallel, which knows it"
             )
         given = pipeline_of("register: sync", pipeline)
         handles.append(Handle(model, given.over(group, unnamed_only=True), wire, backend))
