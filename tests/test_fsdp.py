@@ -193,6 +193,22 @@ def test_what_would_not_be_synchronized_raises(rank: int) -> None:
 
 
 @on_ranks(4)
+def test_a_hook_that_takes_gradients_in_backward_is_an_error(rank: int) -> None:
+    """As an optimizer does that steps there: replicas would train apart."""
+    mesh, (x,) = meshes(2, 2), batches(1)
+    for is_first in (True, False):
+        model = sharded(mesh["shard"])
+        if not is_first:
+            compress_replicas(model, allreduce, mesh["replicate"])
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        if is_first:
+            compress_replicas(model, allreduce, mesh["replicate"])
+        with pytest.raises(RuntimeError, match="a hook has taken the gradient of .* step optimizers after backward"):
+            loss(model, x).backward()
+
+
+@on_ranks(4)
 def test_replicas_of_all_shards_take_one_measured_pipeline(rank: int, tmp_path: Path) -> None:
     """One link is fast, and the other slow; the checkpoint of a run that has found slow ones keeps their pipeline."""
     with pytest.MonkeyPatch.context() as patch:

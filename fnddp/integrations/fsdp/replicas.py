@@ -181,6 +181,7 @@ class Replicas(PipelineHandle):
         except Exception:
             self._ends.add(lambda: self._end(None))  # which raises this error: until then it is kept
             raise
+        self._require_untaken(name)
         grad = self._parameters[name].grad
         assert isinstance(grad, DTensor)
         if grad is self._means.get(name):
@@ -191,10 +192,21 @@ class Replicas(PipelineHandle):
         if (step := self._backward.step) is not None:
             step.feed(name, grad.to_local())
 
+    def _require_untaken(self, name: str) -> None:
+        if self._parameters[name].grad is None:
+            raise RuntimeError(
+                f"compress_replicas: a hook has taken the gradient of {name!r} before replicas have exchanged it; if "
+                "it steps an optimizer, replicas are not equal any more: step optimizers after backward, and begin "
+                "again from a checkpoint"
+            )
+
     def _take_late(self) -> None:
         """Take the gradients of no_sync, and what shards know."""
         step = self._backward.step
         missing = step.missing
+        for name in self._parameters:
+            if name not in missing:
+                self._require_untaken(name)
         for name, grad in self._gradients().items():
             if name in missing and grad is not self._means.get(name):
                 step.feed(name, grad.to_local())
