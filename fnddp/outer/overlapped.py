@@ -10,8 +10,7 @@ from fnddp.outer.contract import Exchanges
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines
 from fnddp.run.step import Step
-from fnddp.run.vote import StepFailedError
-from fnddp.wire.protocol import Wire
+from fnddp.wire.protocol import CollectiveError, Wire
 from fnddp.wire.weights import Weight
 
 
@@ -78,12 +77,12 @@ class Overlapped(Exchanges):
         for name in names:
             found = self._open.pop(name, None)
             if found is not None and not found.is_given_up:
-                failure = found.backward.failure
                 try:
                     found.end()
-                except Exception as error:
-                    if error is not failure and not isinstance(error, StepFailedError):
-                        raise
+                except CollectiveError:
+                    raise
+                except Exception:  # on all ranks: there is no result to drop
+                    continue
 
 
 @dataclass

@@ -127,7 +127,9 @@ class Step:
         self._program, self._vote, self._ended, self.parts = program, vote, ended, parts
         self._observer = observer if observer.measures or is_profiling() else None
         self.is_open, self.is_done, self.has_failed, self._has_voted = True, False, False, False
+        self._is_ending = False  # on all ranks, before those ahead
         self.broken: BaseException | None = None
+        self._failure: BaseException | None = None  # of this rank, while a later step ended: raised in this one
         self._notices = notices
         self.found_nonfinite: Tensor | bool = False
         self.notice: Callable[[], bool] | None = None
@@ -263,8 +265,25 @@ class Step:
 
     def advance(self, *, block: bool = False) -> None:
         """Run segments that are ready; with `block`, wait for collectives, and stop only at a missing gradient."""
+        self._require_unfailed()
         if self.is_open and not self.is_held and (block or not self._lacks_weights()):
             self._go_on(block)
+
+    def _go_ahead(self) -> None:
+        """Advance as far as gradients allow, as other ranks do, where a later step ends; keep an error for this one."""
+        try:
+            self.advance(block=True)
+        except CollectiveError:
+            raise
+        except Exception as error:
+            if not self.is_open:  # on all ranks
+                raise
+            self._failure = error
+            self._send_zeros(only_ready=True)
+
+    def _require_unfailed(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _lacks_weights(self) -> bool:
         """Return True while weights of other ranks are missing, and nothing may wait for them within backward.
@@ -308,8 +327,10 @@ class Step:
                 desynchronized.
         """
         require_noticed(self._notices)
-        for step in self._open_ahead():  # as far as their gradients allow, as other ranks do here
-            step.advance(block=True)
+        self._require_unfailed()
+        for step in self._open_ahead():
+            step._go_ahead()
+        self._is_ending = True
         if self._must_rerun:
             self._rerun_with_weights()
         self._weigh()
@@ -419,7 +440,7 @@ class Step:
         """
         if not self.is_open:
             return
-        for step in self._open_ahead():  # in the order in which other ranks end theirs
+        for step in () if self._is_ending else self._open_ahead():  # in the order in which other ranks end theirs
             step.fail(error)
         if not self.is_open:  # a failed step has given up this one
             return
@@ -482,17 +503,24 @@ class Step:
             for index in list(self._works):
                 self._wait(index)
 
-    def _send_zeros(self) -> None:
-        """Send zeros in each collective that this rank has not issued yet, so that no other rank waits for it."""
+    def _send_zeros(self, *, only_ready: bool = False) -> None:
+        """Send zeros in each collective that this rank has not issued yet, so that no other rank waits for it.
+
+        Args:
+            only_ready: Stop at the first segment that lacks a gradient.
+        """
         with torch.no_grad(), self._on_side_stream():
             for bound in self._program.segments[self._next :]:
+                if only_ready and not self._is_ready(bound.segment, block=True):
+                    return
                 if bound.segment.launches is not None:
                     self._buffers[bound.segment.launches.index].send.zero_()
                     self._launch(bound.segment)
-        self._next = len(self._program.segments)
+                self._next += 1
 
     def _close(self) -> None:
         self.is_open = self._copies_at_once = False
+        self._failure = None
         self._values, self._slots, self._buffers, self._pending, self._to_copy = [], [], [], [], []
         self._rerun_grads, self._works = [], {}
         self._ended(self)
