@@ -7,6 +7,7 @@ A law is a function of `(rank, sync, grads)` that every rank runs: `sync` is a p
 import copy
 import functools
 import io
+import math
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -168,14 +169,16 @@ def _stated(law: Callable[..., None]) -> Callable[..., None]:
 def law_1_outputs_are_like_inputs(rank: int, sync: Sync, grads: Grads) -> None:
     """The mean has the tree, shapes, dtypes and devices of the gradients, and the next state those of the last one.
 
-    The mean is None for a leaf without an update in a step, of a pipeline that skips.
+    The mean is None for a leaf without an update in a step, of a pipeline that skips. That of finite gradients
+    is finite, and shows a NaN unless `hides_nonfinite` is True.
     """
     example = grads(rank, 0)
     leaves, spec = tree.flatten(example)
     want, state = _specs(example), sync.init(example)
     want_state = _state_specs(state)
-    for step in range(STEPS):
-        mean, state = sync(grads(rank, step), state)
+    for step in range(STEPS + 1):
+        given = grads(rank, step) if step < STEPS else tree.map_leaves(torch.zeros_like, example)
+        mean, state = sync(given, state)
         got = _specs(mean)
         updated = {path: leaf if path in got else None for path, leaf in leaves.items()}
         expected = tree.structure(tree.unflatten(spec, updated))
@@ -185,7 +188,17 @@ def law_1_outputs_are_like_inputs(rank: int, sync: Sync, grads: Grads) -> None:
         _require_equal(_state_specs(state), want_state, f"step {step}: state", "in the next state")
         for path, leaf in tree.flatten(mean)[0].items():
             finite = not tree.is_inexact(leaf) or bool(leaf.isfinite().all())
-            _require(finite, f"step {step}: leaf {path!r}: the mean of finite gradients is not finite")
+            of = "finite gradients" if step < STEPS else "zeros"
+            _require(finite, f"step {step}: leaf {path!r}: the mean of {of} is not finite")
+    if not sync.agrees or sync.hides_nonfinite or not sync.traceable:  # of which some raise
+        return
+    spoiled = {path: leaf.clone() for path, leaf in leaves.items() if tree.is_inexact(leaf) and leaf.numel()}
+    for leaf in spoiled.values():
+        leaf[(-1,) * leaf.ndim] = math.nan
+    done = sync.exchange(leaves | spoiled, sync.init(example))
+    for path in [path for path in spoiled if path in done.mean]:
+        shown = not done.mean[path].isfinite().all()
+        _require(shown, f"leaf {path!r}: a NaN of all ranks is not in the mean; say so, with hides_nonfinite = True")
 
 
 @_stated

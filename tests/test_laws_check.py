@@ -33,6 +33,8 @@ disagreeing = breaking("disagreeing", after=lambda leaf: leaf + dist.get_rank())
 writing = breaking("writing", lambda leaf: leaf.mul_(2))
 lying = breaking("lying", lambda leaf: leaf / 2, lies=True)
 other_when_lowered = breaking("other_when_lowered", lambda leaf: leaf * (2 if isinstance(leaf, FakeTensor) else 1))
+hiding = breaking("hiding", torch.nan_to_num)
+dividing = breaking("dividing", lambda leaf: leaf / leaf.abs().max())
 misprinted = breaking("misprinted")
 misprinted.__repr__ = lambda self: repr(self.inner)
 forgetful = breaking("forgetful")
@@ -43,6 +45,8 @@ forgetful.__call__ = lambda self, grads, state, *, weight=None: Sync.__call__(se
     ("broken", "grads", "message"),
     [
         (widening, laws.model, r"law 1 \(outputs are like inputs\) .* step 0: leaf 'conv.weight' is float64"),
+        (hiding, laws.model, r"law 1 \(.*\) .*: leaf 'conv.weight': a NaN .* is not in the mean; say so"),
+        (dividing, laws.model, r"law 1 \(.*\) .* step 4: leaf 'conv.weight': the mean of zeros is not finite"),
         (disagreeing, laws.model, r"law 2 \(.*\) .* step 0: leaf 'conv.weight', on rank 1 .* off by up to 1, in 288"),
         (writing, laws.model, r"law 3 \(.*\) .* step 0: the given gradient 'conv.weight' is off by"),
         (lying, laws.model, r"law 4 \(.*\) .* step 0: leaf 'conv.weight': .* apart, allowed"),
