@@ -579,3 +579,24 @@ BYTES = [  # of 2 ** 20 elements
 def test_bytes_of_a_million_elements(text, want):
     plan = fnddp.lower(fnddp.parse(text), {"w": torch.empty(1024, 1024, device="meta")}, world_size=8)
     assert plan.wire_bytes == want
+
+
+@pytest.mark.usefixtures("own_transforms")
+@pytest.mark.parametrize(
+    ("encode", "decode", "error", "message"),
+    [
+        (lambda x: x, None, TypeError, "encode must return a dict of tensors by name, got Tensor"),
+        (lambda x: {"v": x, "n": 3}, None, TypeError, "encode must return a dict of tensors by name, got 'n': int"),
+        (lambda x: {"v": x, "s": x.amax()}, None, ValueError, r"rows, and of \(1, 6\) gave 's' of shape \(\); reduce"),
+        (lambda x: {"v": x}, lambda v: v[:, 1:], ValueError, r"decode must return rows of 6 numbers, got \(1, 5\)"),
+    ],
+)
+def test_a_codec_that_gives_something_else_than_rows_is_named(encode, decode, error, message):
+    members = {
+        "__annotations__": {"inner": fnddp.Carrying},
+        "encode": lambda self, x: encode(x),
+        "decode": lambda self, payload, n: decode(payload["v"]),
+    }
+    wrong = fnddp.transform(type("wrong", (fnddp.Codec,), members))
+    with pytest.raises(error, match=rf"wrong\(allgather\): .*{message}"):
+        wrong(fnddp.allgather)({"w": torch.ones(2, 3)}, ())

@@ -76,6 +76,10 @@ def test_device_meshes(rank):
 
 
 BAD_OPTIONS = {
+    "all_reduce(op=None)": "all_reduce: op must be a string, got None",
+    "dct_topk(allgather, index=None)": "dct_topk: index must be a string, got None",
+    "powersgd(allreduce, warm_start='False')": "powersgd: warm_start must be True or False, got 'False'",
+    "to_owners(owners=2)": r"to_owners: owners must be a table of Owners.of\(leaves, ranks\), or None, got 2",
     "all_reduce(op='avg')": "op must be one of mean, sum, max, min, got 'avg'",
     "all_reduce(group=3)": "group must be a ProcessGroup",
     "warmup(allreduce, 3, before=None)": "warmup: before must be a pipeline",
@@ -288,7 +292,9 @@ def test_what_is_done_to_an_output_reaches_neither_the_state_nor_an_input(text):
 def test_bad_leaves_are_named():
     sync = bucketize(fp16(allreduce))  # the call flattens the tree, for all pipelines
     for tree, error, message in [
-        ({"a": [torch.ones(2), 3.0]}, TypeError, "leaf 'a.1' is a float, not a tensor"),
+        ({"a": [torch.ones(2), 3.0]}, TypeError, "leaf 'a.1' is a float, not a tensor; wrap it with torch.as_tensor"),
+        (torch.nn.Linear(1, 1).parameters(), TypeError, "leaf '' is a generator, not a tensor; give dict.module"),
+        ({"a": {1.5}}, TypeError, "leaf 'a' is a set, not a tensor; give dicts, lists and tuples of tensors, or reg"),
         ({"a": torch.ones(2).to_sparse()}, ValueError, r"leaf 'a' has layout torch.sparse_coo; synchronize leaf.to_de"),
         ({"a.b": torch.ones(2), "a": {"b": torch.ones(2)}}, ValueError, "two leaves have the path 'a.b'"),
     ]:

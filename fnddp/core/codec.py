@@ -88,6 +88,7 @@ def encode(layers: Layers, x: Tensor, key: Key, length: Tensor | None = None) ->
     drawn = (replace(key, seed=layer.seed, step=layer.step),) if codec.draws else ()
     counted = {"length": length} if codec.averages else {}
     parts: Payload = codec.encode(x, *drawn, **counted)
+    _require_rows(codec, parts, x)
     encoded: dict[str, Encoded] = {}
     for name, part in parts.items():
         encoded[name] = _encode_part(
@@ -99,9 +100,26 @@ def encode(layers: Layers, x: Tensor, key: Key, length: Tensor | None = None) ->
         read: Payload = {}
         for name, each in encoded.items():
             read[name] = each.decode({of: payload[f"{name}/{of}"] for of in each.payload})
-        return codec.decode(read, n)
+        decoded: Tensor = codec.decode(read, n)
+        if decoded.shape[-1:] != (n,):
+            raise ValueError(f"{codec!r}: decode must return rows of {n} numbers, got {tuple(decoded.shape)}")
+        return decoded
 
     return Encoded(payload, decode)
+
+
+def _require_rows(codec: Any, parts: Any, x: Tensor) -> None:
+    """Raise unless `parts`, of `encode(x)`, is a dict of tensors with the rows of `x`."""
+    is_dict = isinstance(parts, dict)
+    for name, part in parts.items() if is_dict else [("", parts)]:
+        if not (is_dict and isinstance(part, Tensor)):
+            got = f"{name!r}: {type(part).__name__}" if is_dict else type(parts).__name__
+            raise TypeError(f"{codec!r}: encode must return a dict of tensors by name, got {got}")
+        if part.shape[: x.ndim - 1] != x.shape[:-1]:
+            raise ValueError(
+                f"{codec!r}: encode must return tensors with a first dimension of rows, and of {tuple(x.shape)} gave "
+                f"{name!r} of shape {tuple(part.shape)}; reduce within a row: x.abs().amax(-1, keepdim=True)"
+            )
 
 
 def unit_of(layers: Layers, n: int) -> int | None:

@@ -7,12 +7,13 @@ from typing import Any, ClassVar, Self
 import torch
 
 from fnddp.core.group import Group
-from fnddp.core.options import Limit, checked_float, checked_int
+from fnddp.core.options import Limit, checked_bool, checked_float, checked_int, checked_str
 
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "int": checked_int,
     "float": checked_float,
-    "bool": lambda what, value: bool(value),
+    "bool": checked_bool,
+    "str": checked_str,
     "Literal": lambda what, value: value if isinstance(value, str) else checked_int(what, value),
 }
 """Functions that check a field's value and return it in plain Python; by the name of the field's type."""

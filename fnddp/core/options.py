@@ -50,6 +50,20 @@ def checked_int(what: str, value: Any) -> int:
     return number
 
 
+def checked_bool(what: str, value: Any) -> bool:
+    """Return `value` as a bool; `what` names it in the TypeError: "False" from a config file is true in Python."""
+    if value not in (True, False):
+        raise TypeError(f"{what} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def checked_str(what: str, value: Any) -> str:
+    """Return `value` if it is a string; `what` names it in the TypeError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be a string, got {value!r}")
+    return value
+
+
 def checked_float(what: str, value: Any) -> float:
     """Return `value` as a finite float, or the int that it is; `what` names it in the ValueError."""
     if not isinstance(value, numbers.Real) or not math.isfinite(value):

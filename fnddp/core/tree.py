@@ -7,6 +7,7 @@ their insertion order (a module's registration order), which optree would otherw
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Number
 from typing import Any, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 import optree
@@ -51,8 +52,11 @@ def flatten(tree: Tree) -> tuple[Leaves, Spec]:
     leaves: Leaves = {}
     for path, leaf in values:
         if not isinstance(leaf, Tensor):
-            is_module = isinstance(leaf, torch.nn.Module)
-            fix = "give dict(module.named_parameters())" if is_module else "wrap it with torch.as_tensor"
+            fix = "give dicts, lists and tuples of tensors, or register its class with optree, namespace 'fnddp'"
+            if isinstance(leaf, torch.nn.Module | Iterator):  # such as module.parameters()
+                fix = "give dict(module.named_parameters())"
+            elif isinstance(leaf, Number) or hasattr(leaf, "__array__"):
+                fix = "wrap it with torch.as_tensor"
             raise TypeError(f"leaf {path!r} is a {type(leaf).__name__}, not a tensor; {fix}")
         _require_dense(path, leaf)
         if path in leaves:

@@ -22,6 +22,7 @@ from fnddp.core.codec import (
     encode,
     exchanged,
 )
+from fnddp.core.expression import CHECKS
 from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import rounded, shortened
 from fnddp.core.sync import Exchange, State, Sync, transform
@@ -125,6 +126,15 @@ def of_owners(encoded: Mapping[str, Encoded], group: str | None) -> Leaves:
     """Send the one row of each payload to all ranks, and return the rows of all as all decode them, `[ranks, n]`."""
     everyone = exchanged(encoded, lambda parts: collectives.all_gather_leaves(parts, group))
     return {name: each.decode(everyone[name]) for name, each in encoded.items()}
+
+
+def _checked_owners(what: str, value: Any) -> Owners:
+    if not isinstance(value, Owners):
+        raise TypeError(f"{what} must be a table of Owners.of(leaves, ranks), or None, got {value!r}")
+    return value
+
+
+CHECKS["Owners"] = _checked_owners
 
 
 class _Half(Carrier):
