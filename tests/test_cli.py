@@ -114,6 +114,7 @@ WRONG = {
         (["allreduce", "--shards", "2"], "one pipeline is planned, between replicas: give their number, --replicas N"),
         (["--shards", "2", "--gradients", "topk(allgather, k=1)"], "FSDP sends gradients as two_shot does"),
         (["--shards", "2", "--link", "node=1gbit"], "--link node=1gbit: give shards=..., or one link for all"),
+        (["allreduce", "--svg", "x", "--trace", "x"], "--svg and --trace would both write x: name two files"),
         (["--trace", "x"], "--trace draws the plan of one pipeline on one link"),
         (["allreduce", "--svg", "x.svg", "--trace", "absent/x"], "--trace: cannot write absent/x: No such file"),
         ([TWO_LEVELS, "--ranks", "0"], "--ranks must be a whole number of at least 1, or one for each group"),

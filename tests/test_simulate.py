@@ -138,6 +138,11 @@ def test_errors_say_what_to_do(call, message):
         call()
 
 
+def test_a_text_is_no_pipeline():
+    with pytest.raises(TypeError, match="simulate: sync must be a pipeline .*; read its text with fnddp.parse"):
+        simulate("allreduce", 2)  # pyright: ignore[reportArgumentType]
+
+
 def test_gradients_through_a_simulation_are_refused():
     with pytest.raises(RuntimeError, match=r"inside torch.func.grad"):
         torch.func.grad(lambda w: simulate(fnddp.allreduce, 2)({"w": w}, ())[0]["w"].sum())(torch.ones(2, 3))

@@ -133,6 +133,12 @@ def test_nothing_wins_where_the_plain_mean_diverged(within: float, tmp_path: Pat
         assert json.loads((tmp_path / "results.json").read_text())["winner"] is None
 
 
+def test_one_rank_sends_nothing_and_has_a_plot() -> None:
+    setting = {"model": "model", "data": "data", "link": "1gbit", "ranks": 1, "steps": 6, "seeds": 2}
+    figure = tune_report.plot(tuned(replace(EXACT, link_bytes=0), replace(HALF, link_bytes=0)), setting)
+    assert [axes.get_xscale() for axes in figure.axes] == ["log", "linear"]
+
+
 def test_losses_that_differ_by_roundings_are_equal() -> None:
     rounded = replace(EXACT, losses=tuple(loss - 1e-7 for loss in EXACT.losses))
     assert tuned(rounded, HALF).pareto == (HALF,)

@@ -136,6 +136,8 @@ def plan(
     if files and max(len(texts), len(links)) > 1:
         draw = "draws" if len(files) == 1 else "draw"
         raise WrongArgument(f"{' and '.join(files)} {draw} the plan of one pipeline on one link: give one of each")
+    if len(set(files.values())) < len(files):
+        raise WrongArgument(f"--svg and --trace would both write {svg}: name two files")
     for option, file in files.items():
         checks.check_writable(file, option)
     checks.check_imports(imports)

@@ -95,7 +95,8 @@ def plot(tuned: Tuned, found: dict[str, Any]) -> Figure:
     for axes in (by_time, by_bytes):
         if math.isfinite(tuned.mean.loss):
             axes.axhline(tuned.mean.loss + tuned.within, color="0.6", linestyle=":", linewidth=1)
-        axes.set_xscale("log")
+        if axes is by_time or tuned.mean.link_bytes:  # of one rank there are none
+            axes.set_xscale("log")
         axes.set_yscale("log")  # what does not train is far above all that does
         dress(axes)
     front = [each for each in tuned.pareto if math.isfinite(each.loss)]

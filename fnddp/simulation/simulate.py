@@ -11,7 +11,7 @@ from torch import Tensor
 from fnddp.core import collectives, tree
 from fnddp.core.options import checked_int
 from fnddp.core.state import Part, parts
-from fnddp.core.sync import REPLICATED, Exchange, State, Sync, parts_of, require_weighable
+from fnddp.core.sync import REPLICATED, Exchange, State, Sync, parts_of, require_sync, require_weighable
 from fnddp.core.tree import Leaves, Tree
 from fnddp.torch_private import is_mapped, reinterpreted, without_autocast
 from fnddp.wire.groups import World, within
@@ -70,6 +70,7 @@ class Simulation:
     def __post_init__(self) -> None:
         if checked_int("simulate: world_size", self.world_size) < 1:
             raise ValueError(f"simulate: world_size must be at least 1, got {self.world_size!r}")
+        require_sync("simulate: sync", self.sync)
         if not self.sync.traceable:
             raise ValueError(
                 f"simulate: {self.sync!r} reads values of tensors or runs foreign code (`traceable` is False), which "
