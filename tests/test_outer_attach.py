@@ -111,13 +111,14 @@ class Watched(C10d):
 
     def __init__(self) -> None:
         super().__init__()
-        self.call, self.has_trouble = 0, False
+        self.call, self.has_trouble, self.before_trouble = 0, False, 0  # the number of messages that begin before it
         self.began, self.waited, self.votes = list[int](), list[int](), list[int]()
 
     def start(self, *given: Any, **options: Any) -> Work:
-        if self.has_trouble:
+        if self.has_trouble and not self.before_trouble:
             self.has_trouble = False
             raise Trouble("on the wire")
+        self.before_trouble -= self.has_trouble
         self.began.append(self.call)
         work = super().start(*given, **options)
         return SimpleNamespace(
@@ -232,6 +233,38 @@ def test_an_exchange_that_waits_for_one_that_fails_runs_where_it_ends(rank: int)
             expected.load_state_dict(params)
         assert bits(parameters(model)) == bits(parameters(expected)), call
     attached.detach()
+
+
+@pytest.mark.parametrize("messages", range(4))
+@on_ranks(2)
+def test_an_exchange_that_ends_before_one_that_is_open_fails_alone(rank: int, messages: int):
+    """Of two exchanges, each of two messages, one runs whole where it ends, before which the other has begun."""
+    step = outer.parse("streaming_diloco(two_shot, every=2, fragments=2, delay=1)")
+    wire = Watched()
+    model, optimizer, attached = attached_model(step, wire=wire)
+    expected = make_model()
+    local, state = SGD(expected.parameters()), step.init(parameters(expected))
+    failed = list[int]()
+    for call in range(1, 10):
+        if call == 5:
+            attached.load_state_dict(copy.deepcopy(attached.state_dict()))  # what was open runs where it ends
+        wire.has_trouble, wire.before_trouble = call == 5 and rank == 1, messages
+        error = None
+        try:
+            train(model, optimizer, rank, range(call, call + 1))
+        except (Trouble, StepFailedError) as raised:
+            error = type(raised)
+        train(expected, local, rank, range(call, call + 1))
+        if error is None:
+            params, state = step(parameters(expected), state)
+            expected.load_state_dict(params)
+        else:
+            assert error is (Trouble if rank == 1 else StepFailedError)
+            failed.append(call)
+        assert bits(parameters(model)) == bits(parameters(expected)), call
+    attached.detach()
+    assert len(failed) == (messages >= 2)  # the first two are of the one that loading drops
+    assert gather(failed) == [failed, failed]
 
 
 @pytest.mark.parametrize("has_trouble", [False, True])
