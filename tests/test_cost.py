@@ -117,6 +117,14 @@ def test_what_is_no_link(text):
         Link.parse(text)
 
 
+def test_a_number_is_no_link_and_no_time_is_negative():
+    with pytest.raises(TypeError, match=r"expected a link as text, such as '1gbit:20us', got 1000000000.0"):
+        Link.parse(1e9)  # pyright: ignore[reportArgumentType]
+    plan = fnddp.lower(fnddp.allreduce, {"w": torch.empty(8, device="meta")}, world_size=2)
+    with pytest.raises(ValueError, match=r"seconds of forward and backward must be at least 0, got .*=-1"):
+        plan.estimate("1gbit", backward_seconds=-1)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -33,12 +33,19 @@ class Compute:
         arrivals: For each leaf when its gradient is ready, in seconds from the start of backward. None: buckets are
             ready at even intervals.
         segments: Seconds of each of the plan's segments, in their order: encoding and decoding. None: no time.
+
+    Raises:
+        ValueError: A time is negative.
     """
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     arrivals: Mapping[str, float] | None = None
     segments: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.forward_seconds, self.backward_seconds) < 0:
+            raise ValueError(f"seconds of forward and backward must be at least 0, got {self}")
 
     @property
     def order(self) -> list[str] | None:
@@ -217,7 +224,7 @@ def estimate(collectives: Iterable[Collective], link: Links | str, backward_seco
 
     The gradients of K buckets are ready at 1/K, 2/K, ... of backward. For more see `Plan.estimate`.
     """
-    issued = tuple(collectives)
+    issued, compute = tuple(collectives), Compute(backward_seconds=backward_seconds)
     buckets = 1 + max((each.slot - each.depth for each in issued), default=0)
     queue = _Queue(link)
     costs = [queue.serve(each, backward_seconds * ((each.slot - each.depth + 1) / buckets)) for each in issued]
@@ -226,7 +233,7 @@ def estimate(collectives: Iterable[Collective], link: Links | str, backward_seco
     end = max((cost.end_seconds for cost in costs), default=0.0)
     if end > backward_seconds:
         spans.append(Span("wait", len(costs) - 1, backward_seconds, end - backward_seconds))
-    return StepCost(tuple(spans), Compute(backward_seconds=backward_seconds), tuple(costs))
+    return StepCost(tuple(spans), compute, tuple(costs))
 
 
 def predict(plan: PlanData, link: Links | str, compute: Compute) -> StepCost:

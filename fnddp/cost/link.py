@@ -101,12 +101,15 @@ class Link(Expression):
 
         Raises:
             ValueError: `text` is not of this form. "mbps" is refused: some read it as bits, tc as bytes.
+            TypeError: It is no text.
 
         >>> Link.parse("1gbit")
         Link(bandwidth=125000000.0)
         >>> Link.parse("115.4GB/s:2.5us") == Link(bandwidth=115.4e9, latency=2.5e-6)
         True
         """
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"expected a link as text, such as '1gbit:20us', got {text!r}; of numbers make a Link(...)")
         rate, colon, latency = (part.strip() for part in text.partition(":"))
         found, late = _RATE.fullmatch(rate), _LATENCY.fullmatch(latency)
         if found is None or (colon and late is None):

@@ -182,7 +182,7 @@ def choose(
         backward_seconds: Time of backward; None if unknown.
 
     Raises:
-        ValueError: `loss` is neither.
+        ValueError: `loss` is neither, or `backward_seconds` is negative.
 
     >>> params = {"w": torch.empty(4096, 4096, device="meta")}
     >>> for rate in ("100mbit", "100gbit"):
@@ -204,6 +204,8 @@ def choice(
     """Return what `choose` takes, with the costs that decide it."""
     if loss not in ("none", "some"):
         raise ValueError(f'choose: loss must be "none" or "some", got {loss!r}')
+    if backward_seconds is not None and backward_seconds < 0:
+        raise ValueError(f"choose: backward_seconds must be at least 0, got {backward_seconds}")
     named = params.named_parameters() if isinstance(params, nn.Module) else tree.flatten(params)[0].items()
     leaves = {path: leaf for path, leaf in named if leaf.requires_grad or not isinstance(params, nn.Module)}
     shares = _shares(leaves, loss, world_size, torch.device("meta"))
