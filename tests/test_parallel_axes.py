@@ -83,6 +83,16 @@ def test_replicas_of_one_shard_beside_tensor_parallel(rank: int) -> None:
     assert not torch.equal(local(lossy), local(native))
 
 
+@on_ranks(2)
+def test_a_dtensor_is_refused_where_no_mesh_makes_it_local(rank: int) -> None:
+    mesh = meshes(2, 1, names="data tensor")
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tensor"], {"0": ColwiseParallel()})
+    for refused in (fnddp.DistributedDataParallel, lambda model: fnddp.allreduce(dict(model.named_parameters()), ())):
+        with pytest.raises(TypeError, match=r"leaf '0.weight' is a DTensor, .* device_mesh=mesh\['dp'\]"):
+            refused(model)
+    fnddp.DistributedDataParallel(model, device_mesh=mesh["data"])
+
+
 @on_ranks(4)
 def test_shards_beside_tensor_parallel(rank: int) -> None:
     """2 shards x 2 tensor-parallel ranks: FSDP2's to the bit; lossy, what tensor parallelism replicates is equal."""

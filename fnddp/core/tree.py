@@ -39,7 +39,7 @@ def flatten(tree: Tree) -> tuple[Leaves, Spec]:
     `dict(module.named_parameters())` has the parameter names. The path of a bare tensor is the empty string.
 
     Raises:
-        TypeError: A leaf is not a tensor.
+        TypeError: A leaf is not a tensor, or a DTensor.
         ValueError: Two leaves have the same path, or a leaf is not dense.
 
     >>> leaves, spec = flatten({"layer": {"weight": torch.ones(2)}, "scale": (torch.ones(()), None)})
@@ -182,6 +182,11 @@ def check_entries(
 def _require_dense(path: str, leaf: Tensor) -> None:
     if leaf.layout != torch.strided:
         raise ValueError(f"leaf {path!r} has layout {leaf.layout}; synchronize leaf.to_dense() instead")
+    if hasattr(leaf, "to_local"):  # DTensor takes long to import
+        raise TypeError(
+            f"leaf {path!r} is a {type(leaf).__name__}, of which each rank has a part; synchronize leaf.to_local(), or "
+            "wrap the model in DistributedDataParallel(model, device_mesh=mesh['dp']), which makes all of them local"
+        )
 
 
 def _named_values(tree: Tree) -> tuple[list[tuple[str, Any]], Spec]:
