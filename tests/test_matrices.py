@@ -15,8 +15,9 @@ from torch.distributed.fsdp import fully_shard
 import fnddp
 from fnddp import StepFailedError
 from fnddp.core import collectives
+from fnddp.core.codec import encode
 from fnddp.integrations.checkpoint import async_save, load, save
-from fnddp.integrations.fsdp import Matrices, compress_shards, own_matrices
+from fnddp.integrations.fsdp import Matrices, compress_shards, matrices, own_matrices
 from tests.ranks import on_ranks
 from tests.sharded import meshes
 
@@ -356,3 +357,39 @@ def test_what_is_no_sharded_matrix_is_refused_on_all_ranks(rank: int):
         own_matrices(sharded, muon_of(sharded), "ef21(quantize(allgather))")
     with pytest.raises(fnddp.RankMismatchError, match="gradients"):
         own_matrices(sharded, muon_of(sharded), "allgather" if rank else "bf16(allgather)")
+
+
+@on_ranks(2)
+def test_a_write_to_one_matrix_leaves_owners_the_exact_weights_of_the_others(rank: int):
+    """Which codecs round on their way to shards: an update below that would be lost for good."""
+    sharded = Sharded("allgather", "quantize(allgather, bits=4)")
+    sharded.step(rank, 0)
+    before = sharded.matrices.optimizer_state_dict()["weights"]
+    with torch.no_grad():
+        sharded.net[0].weight.mul_(0.5)
+    sharded.muon.step()  # without gradients
+    after = sharded.matrices.optimizer_state_dict()["weights"]
+    assert torch.equal(after["2.weight"], before["2.weight"])
+    assert not torch.equal(after["0.weight"], before["0.weight"])
+
+
+@pytest.mark.parametrize("hop", ["gradients", "weights"])
+@on_ranks(2)
+def test_an_error_of_a_codec_is_one_on_all_ranks(rank: int, hop: str):
+    sharded = Sharded("quantize(allgather)", "quantize(allgather, bits=4)", bucket_cap_mb=APART)
+    sharded.step(rank, 0)
+    before = sharded.weights()
+    sharded.backward(rank, 1)
+
+    def failing(layers: Any, x: Tensor, key: Any) -> Any:
+        if rank == 1 and not x.is_meta and key.name.endswith("again") == (hop == "weights"):
+            raise ZeroDivisionError("of a codec")
+        return encode(layers, x, key)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(matrices, "encode", failing)
+        with pytest.raises(ZeroDivisionError if rank == 1 else StepFailedError, match="of a codec|restart"):
+            sharded.muon.step()
+    assert all(torch.equal(got, want) for got, want in zip(sharded.weights(), before, strict=True))
+    with pytest.raises(RuntimeError, match="an earlier step failed"):
+        sharded.muon.step()

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, zip_longest
 from types import MethodType
@@ -30,7 +30,7 @@ from fnddp.torch_private import between_step_hooks, untraced
 from fnddp.transforms.memory import ef21
 from fnddp.wire import control
 
-_SAME, _CHANGED, _FAILED = range(3)  # what a rank says before a step; the highest of all ranks counts
+_FINE, _FAILED = range(2)  # what a rank says of a step; the highest of all ranks counts
 
 
 class Matrices:
@@ -67,7 +67,8 @@ class Matrices:
         self._steps, self._failure = 0, None
         self._noted: Leaves = {}  # shards after the last step: loading into them leaves no other trace
         self._begun = False  # until then the optimizer's state, if it has one, is of shards
-        self._gather()
+        self._gather(self._parameters)
+        self._kept: BaseException | None = None  # an error of a codec of this rank, until its messages are sent
         self._course: Generator[list[str]] = self._exchanges()
         self._tell: Callable[[BaseException], None] | None = None  # what other ranks wait for, if this one fails
         mark_states("own_matrices", optimizer, {name: (0, p.shape[0]) for name, p in self._own.items()})
@@ -103,9 +104,13 @@ class Matrices:
         mean, _ = to_all(group=self._group, owners=self._shards)({name: shard.to_local().detach()}, ())
         return mean[name]
 
-    def _gather(self) -> None:
-        """Take whole matrices from all shards, at first and after others have written to those."""
-        for name, p in self._parameters.items():
+    def _gather(self, names: Iterable[str]) -> None:
+        """Take whole matrices from all shards, at first and after others have written to those.
+
+        Of the rest owners have more than shards do, where codecs round what travels.
+        """
+        for name in names:
+            p = self._parameters[name]
             whole = self._whole(name, p)
             of_shards = {} if self._begun else self.optimizer.state.pop(p, {})
             state = {key: self._whole(name, v) if isinstance(v, DTensor) else v for key, v in of_shards.items()}
@@ -152,17 +157,18 @@ class Matrices:
                 f"own_matrices: {replaced[0]!r} is another parameter of the model now, which the optimizer does not "
                 "have; load_state_dict without assign=True, or make the optimizer and call own_matrices after it"
             )
-        changed = [(shard != self._noted[name]).any() for name, shard in self._held().items()]
-        said = _CHANGED if torch.stack(changed).any() else _SAME
+        differs = torch.stack([(shard != self._noted[name]).any() for name, shard in self._held().items()]).tolist()
+        changed = [name for name, is_changed in zip(self._parameters, differs, strict=True) if is_changed]
         self._tell = None
-        if self._agree(said, "refused to begin, and nothing has changed") == _CHANGED:
-            self._gather()
+        self._gather(self._agree(_FINE, "refused to begin, and nothing has changed", changed))
         self._tell, self._course, done = self._fail, self._exchanges(), None
         for names in self._course:
+            self._raise_kept()
             with self._in_place_of_shards(names):
                 done = step(**kwargs)
+        self._raise_kept()
         self._tell = None
-        self._end(_SAME)
+        self._end(_FINE)
         self._note()
         self._steps += 1
         return done
@@ -191,11 +197,15 @@ class Matrices:
                     shard.copy_(self._noted[name])
             raise
 
-    def _agree(self, said: int, what: str) -> int:
-        """Return the highest of what all ranks say."""
+    def _raise_kept(self) -> None:
+        if self._kept is not None:
+            raise self._kept
+
+    def _agree(self, said: int, what: str, changed: Collection[str] = ()) -> list[str]:
+        """Return the matrices that have changed on some rank; raise on all ranks if one has failed."""
         with_gradient = [name for name, p in self._parameters.items() if p.grad is not None]
         digest = crc32(repr(with_gradient).encode())
-        highest = [said, digest, -digest]
+        highest = [said, digest, -digest, *(int(name in changed) for name in self._parameters)]
         for group in self._groups:  # of HSDP's replicas, too
             highest = control.highest_of(highest, group)
         if highest[0] == _FAILED:
@@ -205,7 +215,7 @@ class Matrices:
                 "own_matrices: ranks do not have gradients of the same matrices, and nothing has changed; those of "
                 f"this rank are {with_gradient}. Clear gradients on all ranks, or on none"
             )
-        return highest[0]
+        return [name for name, is_changed in zip(self._parameters, highest[3:], strict=True) if is_changed]
 
     def _exchanges(self) -> Generator[list[str]]:
         """Yield the matrices of each round when their owners have gradients, and send them back behind it.
@@ -258,7 +268,9 @@ class Matrices:
             of_owner[self.owners.owner(name) or 0][name] = self._padded(name, grad.to_local()).reshape(1, -1)
         layers = self._layers(self._gradients)
         batches = [batches_of(layers, rows) for rows in of_owner]
-        encoded = [{name: encode(layers, b.x, Key(name, self._rank)) for name, b in each.items()} for each in batches]
+        encoded = [
+            {name: self._encoded(layers, b.x, Key(name, self._rank)) for name, b in each.items()} for each in batches
+        ]
         rows = OwnerRows(batches, encoded)
         wait = collectives.start_all_to_all(rows.to_each(), self._group)
 
@@ -292,7 +304,7 @@ class Matrices:
             value = own - self._seen[name] if self._sends_differences else own
             height = self._shards.sent_shape(name)[0] * n
             whole = torch.cat([value, value.new_zeros(height - value.shape[0], *value.shape[1:])])
-            encoded = encode(layers, whole.reshape(n, -1), Key(f"{name} again", self._rank))
+            encoded = self._encoded(layers, whole.reshape(n, -1), Key(f"{name} again", self._rank))
             mine[name] = encoded.payload
             if self._sends_differences:
                 self._seen[name] += encoded.decode(encoded.payload).reshape(whole.shape)[: value.shape[0]]
@@ -309,6 +321,18 @@ class Matrices:
                     local.add_(row) if self._sends_differences else local.copy_(row)
 
         return returned
+
+    def _encoded(self, layers: Layers, x: Tensor, key: Key) -> Encoded:
+        """Return `x` encoded, or zeros of that form behind an error: the other ranks wait for them."""
+        if self._kept is None:
+            try:
+                return encode(layers, x, key)
+            except Exception as error:
+                self._kept = error
+        like = encode(layers, torch.empty_like(x, device="meta"), key)
+        return Encoded(
+            {part: torch.zeros_like(each, device=x.device) for part, each in like.payload.items()}, like.decode
+        )
 
     def _padded(self, name: str, shard: Tensor) -> Tensor:
         missing = self._shards.sent_shape(name)[0] - shard.shape[0]
@@ -357,7 +381,7 @@ class Matrices:
 
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load the result of `optimizer_state_dict`, of any number of ranks, after the model's. All ranks call it."""
-        self._gather()
+        self._gather(self._parameters)
         self._steps = saved.get("steps", 0)  # by which codecs draw random numbers
         for group, of in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
             group |= {key: value for key, value in of.items() if key != "params"}
