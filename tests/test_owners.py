@@ -1141,3 +1141,14 @@ def test_what_a_failed_step_has_left_is_not_saved(rank: int, tmp_path: Path):
     ):
         with pytest.raises(RuntimeError, match="are of two steps, and no checkpoint"):
             use()
+
+
+@HOPS
+@on_ranks(2)
+def test_a_leaf_without_elements_has_no_owner_and_nothing_in_a_state(rank: int, hops: Any):
+    module = nn.ParameterDict({"some": torch.ones(3, 2), "none": torch.ones(0, 2)})
+    optimizer = torch.optim.AdamW(module.parameters())
+    model = fnddp.own(module, optimizer, **hops)
+    saved = model.optimizer_state_dict()
+    assert "none" not in saved["weights"]
+    model.load_optimizer_state_dict(saved)

@@ -406,7 +406,7 @@ class OwnerDataParallel(DistributedDataParallel):
             of_leaf = self._joined(each.owners, name, [part for part, _ in parts])
             if of_leaf:
                 state[name] = of_leaf
-            if each.is_apart:
+            if each.is_apart and parts:  # a leaf without elements has no owner
                 weights[name] = self._joined(each.owners, name, [whole for _, whole in parts])[""]
         saved: dict[str, Any] = {"state": state, "param_groups": self._groups(), "weights": weights}
         if any(each.engine.state != () for each in self._sharded):
