@@ -45,7 +45,7 @@ forgetful.__call__ = lambda self, grads, state, *, weight=None: Sync.__call__(se
     ("broken", "grads", "message"),
     [
         (widening, laws.model, r"law 1 \(outputs are like inputs\) .* step 0: leaf 'conv.weight' is float64"),
-        (hiding, laws.model, r"law 1 \(.*\) .*: leaf 'conv.weight': a NaN .* is not in the mean; say so"),
+        (hiding, laws.model, r"law 1 \(.*\) .*: gradients of all ranks are NaN, and no mean is; say so"),
         (dividing, laws.model, r"law 1 \(.*\) .* step 4: leaf 'conv.weight': the mean of zeros is not finite"),
         (disagreeing, laws.model, r"law 2 \(.*\) .* step 0: leaf 'conv.weight', on rank 1 .* off by up to 1, in 288"),
         (writing, laws.model, r"law 3 \(.*\) .* step 0: the given gradient 'conv.weight' is off by"),
