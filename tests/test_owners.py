@@ -1152,3 +1152,24 @@ def test_a_leaf_without_elements_has_no_owner_and_nothing_in_a_state(rank: int, 
     saved = model.optimizer_state_dict()
     assert "none" not in saved["weights"]
     model.load_optimizer_state_dict(saved)
+
+
+@pytest.mark.parametrize("through", ["a dict", "torch.distributed.checkpoint"])
+@on_ranks(2)
+def test_a_checkpoint_has_what_was_written_since_the_last_step(rank: int, through: str, tmp_path: Path):
+    folders: list[Any] = [str(tmp_path)]
+    dist.broadcast_object_list(folders)  # of the first rank
+    owned, again = Owned(FEW_BITS), Owned(FEW_BITS)
+    owned.step(rank, 0, True)
+    with torch.no_grad():
+        owned.net.other.weight.mul_(0.5)
+    if through == "a dict":
+        again.net.load_state_dict(owned.net.state_dict())
+        again.model.load_optimizer_state_dict(owned.model.optimizer_state_dict())
+        again.model.sync_state = owned.model.sync_state
+    else:
+        save(folders[0], owned.model, owned.optimizers)
+        load(folders[0], again.model, again.optimizers)
+    for each in (owned, again):
+        each.step(rank, 1, True)
+    require_equal(again.net, owned.net)

@@ -395,6 +395,7 @@ class OwnerDataParallel(DistributedDataParallel):
         self.require_consistent()
         mine: dict[str, Any] = {}
         for each in self._sharded:
+            each.follow()
             for name, p in each.own.items():
                 state = dict(each.optimizer.state.get(p, {}))
                 mine[name] = on_cpu(state), on_cpu({"": p} if each.is_apart else {})
@@ -526,6 +527,7 @@ class OptimizerCheckpoint:
         model.require_consistent()
         saved: dict[str, Any] = {}
         for each in model._sharded:  # pyright: ignore[reportPrivateUsage]
+            each.follow()
             with nullcontext() if each.optimizer in self.stepped else each.filled():
                 state_of = {name: dict(each.optimizer.state.get(p, {})) for name, p in each.own.items()}
             for name, p in each.own.items():

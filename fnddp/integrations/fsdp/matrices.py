@@ -157,10 +157,7 @@ class Matrices:
                 f"own_matrices: {replaced[0]!r} is another parameter of the model now, which the optimizer does not "
                 "have; load_state_dict without assign=True, or make the optimizer and call own_matrices after it"
             )
-        differs = torch.stack([(shard != self._noted[name]).any() for name, shard in self._held().items()]).tolist()
-        changed = [name for name, is_changed in zip(self._parameters, differs, strict=True) if is_changed]
-        self._tell = None
-        self._gather(self._agree(_FINE, "refused to begin, and nothing has changed", changed))
+        self._follow()
         self._tell, self._course, done = self._fail, self._exchanges(), None
         for names in self._course:
             self._raise_kept()
@@ -196,6 +193,13 @@ class Matrices:
                 for name, shard in self._held().items():
                     shard.copy_(self._noted[name])
             raise
+
+    def _follow(self) -> None:
+        """Take over what has been written to shards since the last step. All ranks call it."""
+        differs = torch.stack([(shard != self._noted[name]).any() for name, shard in self._held().items()]).tolist()
+        changed = [name for name, is_changed in zip(self._parameters, differs, strict=True) if is_changed]
+        self._tell = None
+        self._gather(self._agree(_FINE, "refused to begin, and nothing has changed", changed))
 
     def _raise_kept(self) -> None:
         if self._kept is not None:
@@ -362,6 +366,7 @@ class Matrices:
                 "own_matrices: an earlier step failed, in which some owners have updated the optimizer's state: it is "
                 "of two steps and no checkpoint; restart from one of before"
             ) from self._failure
+        self._follow()
         mine: dict[str, Any] = {}
         for name, own in self._own.items():
             state = self.optimizer.state.get(self._parameters[name], {})
