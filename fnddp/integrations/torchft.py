@@ -343,29 +343,21 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
 
     def _leave_out(self, begun: int) -> None:
         """End a step without `should_commit`, in the quorum in which the others wait for it."""
-        if self._has_siblings:
-            self._replicas.lose(_unfinished())  # in a step of which of its models the others wait is not known
+        error = RuntimeError("this replica has not finished its backward, or left it out")
+        if sum(key.startswith(_KEY) for key in self.manager._user_state_dicts) > 1:
+            self._replicas.lose(error)  # in a step of which of its models the others wait is not known
             self._replicas.hang_up()
-        self._break_off(begun)
-        self.manager.should_commit()  # False, which makes another quorum, and notifies this replica's other ranks
-
-    def _break_off(self, begun: int) -> None:
-        """Fail the open step, or the one after `begun` steps of this quorum's beginning, if that has not begun."""
-        error = _unfinished()
-        if self._engine.begun == begun and not self._has_siblings:
+        elif self._engine.begun == begun:
             self._steps.backward.fail_next(error)
         self._steps.backward.fail(error)
         self._replicas.report(error)
-
-    @property
-    def _has_siblings(self) -> bool:
-        """Whether the manager has other models, of which any may run in a step."""
-        return sum(key.startswith(_KEY) for key in self.manager._user_state_dicts) > 1
+        self.manager.should_commit()  # False, which makes another quorum, and notifies this replica's other ranks
 
     def _should_commit(self, ask: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-        begun = -1 if self._before is None else self._before[1]
-        if self._engine.is_open or (self._engine.begun == begun and not self._has_siblings):
-            self._break_off(begun)
+        if self._engine.is_open:
+            error = RuntimeError("this replica's backward did not finish")
+            self._steps.backward.fail(error)
+            self._replicas.report(error)
         is_committed = False
         try:
             is_committed = ask(*args, **kwargs)
@@ -413,10 +405,6 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
             raise RankMismatchError(f"this replica (rank 1) cannot heal from another one (rank 0): {differs}")
         fresh = self.sync.init(grads)
         self.sync_state = states.load_state_dict(fresh, {**states.state_dict(fresh), **theirs["state"]})
-
-
-def _unfinished() -> RuntimeError:
-    return RuntimeError("this replica has not finished its backward, or left it out")
 
 
 class PureDistributedDataParallel(DistributedDataParallel):
