@@ -716,34 +716,30 @@ def test_a_checkpoint_of_four_ranks_loads_on_one_two_and_three(
 @HOPS
 @on_ranks(2)
 def test_a_checkpoint_in_one_call(rank: int, hops: dict[str, str], saves: Any, tmp_path: Path):
-    folders: list[Any] = [str(tmp_path)]
-    dist.broadcast_object_list(folders)  # of the first rank
     owned, again = Owned(hops), Owned(hops)
     for step in range(2):
         owned.step(rank, step)
-    saving = saves(folders[0], owned.model, owned.optimizers)
+    saving = saves(tmp_path, owned.model, owned.optimizers)
     if saving is not None:
         saving.result()
     for step in range(2, 4):
         owned.step(rank, step)
     again.step(rank, 7)
-    load(folders[0], again.model, again.optimizers)
+    load(tmp_path, again.model, again.optimizers)
     for step in range(2, 4):
         again.step(rank, step)
     require_equal(again.net, owned.net)
     with pytest.raises(ValueError, match=r"all its optimizers \(Muon, AdamW\) or none, and got Muon"):
-        save(folders[0], owned.model, owned.optimizers[0])
+        save(tmp_path, owned.model, owned.optimizers[0])
 
 
 @HOPS
 @on_ranks(2)
 def test_a_checkpoint_before_the_first_step_changes_nothing(rank: int, hops: dict[str, str], tmp_path: Path):
-    folders: list[Any] = [str(tmp_path)]
-    dist.broadcast_object_list(folders)  # of the first rank
     undisturbed, saving, resumed = Owned(hops), Owned(hops), Owned(hops)
-    save(folders[0], saving.model, saving.optimizers)
+    save(tmp_path, saving.model, saving.optimizers)
     resumed.step(rank, 7)
-    load(folders[0], resumed.model, resumed.optimizers)
+    load(tmp_path, resumed.model, resumed.optimizers)
     for step in range(2):
         for each in (undisturbed, saving, resumed):
             each.step(rank, step)
@@ -849,15 +845,13 @@ def test_what_a_residual_sends_of_an_unused_leaf_is_a_gradient_on_all_ranks(rank
 @pytest.mark.parametrize("is_behind", [False, True])
 @on_ranks(2)
 def test_a_compiled_model_is_saved(rank: int, is_behind: bool, tmp_path: Path):
-    folders: list[Any] = [str(tmp_path)]
-    dist.broadcast_object_list(folders)  # of the first rank
     owned, again = Owned(EXACT), Owned(EXACT)
     owned.step(rank, 0, True)
     if is_behind:
-        async_save(folders[0], torch.compile(owned.model), owned.optimizers).result()
+        async_save(tmp_path, torch.compile(owned.model), owned.optimizers).result()
     else:
-        save(folders[0], torch.compile(owned.model), owned.optimizers)
-    load(folders[0], torch.compile(again.model), again.optimizers)
+        save(tmp_path, torch.compile(owned.model), owned.optimizers)
+    load(tmp_path, torch.compile(again.model), again.optimizers)
     for each in (owned, again):
         each.step(rank, 1, True)
     require_equal(again.net, owned.net)
@@ -1107,16 +1101,14 @@ def test_what_no_step_has_used_has_no_state_in_a_checkpoint(
             model(torch.randn(4, 6, generator=generator), both).square().mean().backward()
             optimizer.step()
 
-    folders: list[Any] = [str(tmp_path)]
-    dist.broadcast_object_list(folders)  # of the first rank
     module, model, optimizer = made(0)
     trained(model, optimizer, 0, 2, saved_both)
-    save(folders[0], model, optimizer)
+    save(tmp_path, model, optimizer)
     trained(model, optimizer, 2, 4, True)
     for steps, both in ((0, False), (1, False), (1, True)):
         other, again, its = made(1)
         trained(again, its, 9, 9 + steps, both)
-        load(folders[0], again, its)
+        load(tmp_path, again, its)
         trained(again, its, 2, 4, True)
         require_equal(other, module)
 
@@ -1157,8 +1149,6 @@ def test_a_leaf_without_elements_has_no_owner_and_nothing_in_a_state(rank: int, 
 @pytest.mark.parametrize("through", ["a dict", "torch.distributed.checkpoint"])
 @on_ranks(2)
 def test_a_checkpoint_has_what_was_written_since_the_last_step(rank: int, through: str, tmp_path: Path):
-    folders: list[Any] = [str(tmp_path)]
-    dist.broadcast_object_list(folders)  # of the first rank
     owned, again = Owned(FEW_BITS), Owned(FEW_BITS)
     owned.step(rank, 0, True)
     with torch.no_grad():
@@ -1168,8 +1158,8 @@ def test_a_checkpoint_has_what_was_written_since_the_last_step(rank: int, throug
         again.model.load_optimizer_state_dict(owned.model.optimizer_state_dict())
         again.model.sync_state = owned.model.sync_state
     else:
-        save(folders[0], owned.model, owned.optimizers)
-        load(folders[0], again.model, again.optimizers)
+        save(tmp_path, owned.model, owned.optimizers)
+        load(tmp_path, again.model, again.optimizers)
     for each in (owned, again):
         each.step(rank, 1, True)
     require_equal(again.net, owned.net)

@@ -58,7 +58,7 @@ def flatten(tree: Tree) -> tuple[Leaves, Spec]:
             elif isinstance(leaf, Number) or hasattr(leaf, "__array__"):
                 fix = "wrap it with torch.as_tensor"
             raise TypeError(f"leaf {path!r} is a {type(leaf).__name__}, not a tensor; {fix}")
-        _require_dense(path, leaf)
+        _require_plain(path, leaf)
         if path in leaves:
             raise ValueError(f"two leaves have the path {path!r}; rename one of the keys that lead to them")
         leaves[path] = leaf
@@ -72,7 +72,7 @@ def require_leaves(owner: str, leaves: Any) -> None:
         if not isinstance(leaf, Tensor) or not isinstance(path, str):
             problem = problem or f"and {path!r} is a {type(leaf).__name__}"
         else:
-            _require_dense(path, leaf)
+            _require_plain(path, leaf)
     if problem:
         raise TypeError(
             f"{owner}: exchange takes a dict of tensors by leaf path, {problem}; call the pipeline, "
@@ -179,7 +179,7 @@ def check_entries(
         raise ValueError(f"{owner}: the state has {problem}; it was made for {made_for}: call init on this one")
 
 
-def _require_dense(path: str, leaf: Tensor) -> None:
+def _require_plain(path: str, leaf: Tensor) -> None:
     if leaf.layout != torch.strided:
         raise ValueError(f"leaf {path!r} has layout {leaf.layout}; synchronize leaf.to_dense() instead")
     if hasattr(leaf, "to_local"):  # DTensor takes long to import

@@ -30,8 +30,6 @@ from fnddp.torch_private import between_step_hooks, untraced
 from fnddp.transforms.memory import ef21
 from fnddp.wire import control
 
-_FINE, _FAILED = range(2)  # what a rank says of a step; the highest of all ranks counts
-
 
 class Matrices:
     """The whole matrices that this rank owns, and the steps of their optimizer: see `own_matrices`.
@@ -165,14 +163,14 @@ class Matrices:
                 done = step(**kwargs)
         self._raise_kept()
         self._tell = None
-        self._end(_FINE)
+        self._end(failed=False)
         self._note()
         self._steps += 1
         return done
 
     def _refuse(self, _: BaseException) -> None:
         with suppress(Exception):  # there is one already
-            self._agree(_FAILED, "")
+            self._agree("", failed=True)
 
     def _fail(self, error: BaseException) -> None:
         with suppress(Exception):  # there is one already
@@ -180,13 +178,13 @@ class Matrices:
                 for _ in self._course:
                     pass
             finally:
-                self._end(_FAILED)
+                self._end(failed=True)
         self._failure = error
 
-    def _end(self, said: int) -> None:
+    def _end(self, *, failed: bool) -> None:
         """Let the shards of the step stay if it has succeeded on all ranks."""
         try:
-            self._agree(said, "failed, and owners have updated theirs: restart from a checkpoint")
+            self._agree("failed, and owners have updated theirs: restart from a checkpoint", failed=failed)
         except BaseException as error:
             self._failure = error
             with torch.no_grad():
@@ -199,20 +197,20 @@ class Matrices:
         differs = torch.stack([(shard != self._noted[name]).any() for name, shard in self._held().items()]).tolist()
         changed = [name for name, is_changed in zip(self._parameters, differs, strict=True) if is_changed]
         self._tell = None
-        self._gather(self._agree(_FINE, "refused to begin, and nothing has changed", changed))
+        self._gather(self._agree("refused to begin, and nothing has changed", changed))
 
     def _raise_kept(self) -> None:
         if self._kept is not None:
             raise self._kept
 
-    def _agree(self, said: int, what: str, changed: Collection[str] = ()) -> list[str]:
-        """Return the matrices that have changed on some rank; raise on all ranks if one has failed."""
+    def _agree(self, what: str, changed: Collection[str] = (), *, failed: bool = False) -> list[str]:
+        """Return the matrices that have changed on some rank; raise on all ranks if one has `failed`."""
         with_gradient = [name for name, p in self._parameters.items() if p.grad is not None]
         digest = crc32(repr(with_gradient).encode())
-        highest = [said, digest, -digest, *(int(name in changed) for name in self._parameters)]
+        highest = [int(failed), digest, -digest, *(int(name in changed) for name in self._parameters)]
         for group in self._groups:  # of HSDP's replicas, too
             highest = control.highest_of(highest, group)
-        if highest[0] == _FAILED:
+        if highest[0]:
             raise StepFailedError(f"{type(self.optimizer).__name__}.step on another rank {what}; see its own error")
         if highest[1] != -highest[2]:
             raise RuntimeError(
