@@ -33,7 +33,6 @@ from torch._C._functorch import (
     is_batchedtensor,
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
-    is_legacy_batchedtensor,
     maybe_current_level,
     maybe_get_level,
     peek_interpreter_stack,
@@ -121,11 +120,6 @@ def is_compiled_autograd() -> bool:
 def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Let the block write to `tensors` that a backward has saved, without an error of autograd."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
-
-
-def has_tangent(tensor: Tensor) -> bool:
-    """Return whether forward-mode AD differentiates with respect to `tensor`; outside of it `unpack_dual` raises."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 # Memory.
@@ -257,8 +251,10 @@ class _Reinterpreted(torch.autograd.Function):
         return reinterpreted(tensor.movedim(in_dims[0], 0).contiguous(), dtype), 0
 
 
-def tracks_gradient(tensor: Tensor) -> bool:
-    """Return whether a torch.func transform takes derivatives with respect to `tensor`."""
+def is_differentiated(tensor: Tensor) -> bool:
+    """Return whether a torch.func transform or forward-mode AD differentiates with respect to `tensor`."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # raises outside of it
+        return True
     while is_functorch_wrapped_tensor(tensor):
         if is_gradtrackingtensor(tensor):
             return True
@@ -513,22 +509,6 @@ def stand_in(kind: type[Tensor], like: Tensor) -> Any:
     """Return a tensor of a subclass that has no memory."""
     make: Any = Tensor._make_wrapper_subclass
     return make(kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
-
-
-def is_batched(tensor: Tensor) -> bool:
-    """Return whether `tensor` stands for several, within vmap or `is_grads_batched`."""
-    return is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor)
-
-
-def is_followed(tensor: Tensor, handle: Any) -> bool:
-    """Return whether another hook of `tensor`'s gradient is called after that of `handle`."""
-    return next(reversed(tensor._backward_hooks or {handle.id: None})) != handle.id
-
-
-def put_last(tensor: Tensor, handle: Any) -> None:
-    """Make the hook of `handle` run after all other hooks of `tensor`'s gradient."""
-    hooks: Any = tensor._backward_hooks
-    hooks[handle.id] = hooks.pop(handle.id)  # torch takes the order of insertion: move_to_end is not enough
 
 
 def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]:

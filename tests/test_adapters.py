@@ -116,24 +116,6 @@ class ByRegister(Wrapped):
         self.holder = fnddp.register(self.model, sync, wire=wire)
 
 
-class ByAutogradGrad(ByModule):
-    keeps_unused = False
-
-    def step(self, *batches: Grads) -> dict[str, Tensor | None]:
-        params, several = dict(self.model.module.named_parameters()), len(batches) > 1
-        means = torch.autograd.grad(self.model(filled(*batches)), list(params.values()), create_graph=several)
-        return dict(zip(params, means, strict=True))
-
-
-class ByFunctionalCall(ByModule):
-    keeps_unused = False
-
-    def step(self, *batches: Grads) -> dict[str, Tensor | None]:
-        stand_ins, given = {f"module.{name}": zeros(name) for name in SHAPES}, (filled(*batches),)
-        means = torch.func.grad(lambda params: torch.func.functional_call(self.model, params, given))(stand_ins)
-        return {name.removeprefix("module."): mean for name, mean in means.items()}
-
-
 class Functional:
     """The steps of `value_and_grad` and `jit`: on each rank leaves are otherwise in memory in every second step."""
 
@@ -171,10 +153,7 @@ ADAPTERS: dict[str, Callable[[Sync, C10d], Any]] = {
     "register": ByRegister,
     "value_and_grad": ByValueAndGrad,
     "jit": ByJit,
-    "autograd.grad": ByAutogradGrad,
-    "functional_call": ByFunctionalCall,
 }
-RETURNED = ("autograd.grad", "functional_call")  # which cannot return that there is no update
 
 
 def gradients(rank: int, step: int) -> Grads:
@@ -221,13 +200,12 @@ def run(n: int, adapter: str, gloo: Callable[..., list], check: Callable[..., An
     (gloo if adapter == "register" else run_threads)(n, check, adapter, *given)  # torch's reducer is not for threads
 
 
-def every(pipelines: Iterable[str], *, returned: bool = True) -> Any:
+def every(pipelines: Iterable[str]) -> Any:
     """Each adapter with each pipeline, and in the first ring with every other one."""
     pairs = [
         pytest.param(adapter, PIPELINES[name], id=f"{adapter}-{name}", marks=[pytest.mark.thorough] * ((i + j) % 2))
         for i, adapter in enumerate(ADAPTERS)
         for j, name in enumerate(pipelines)
-        if adapter not in RETURNED or (returned and "every(" not in PIPELINES[name])
     ]
     return pytest.mark.parametrize(("adapter", "text"), pairs)
 
@@ -259,9 +237,7 @@ def check_failures(rank: int, adapter: str, text: str) -> None:
         if step % 2:  # in the others `every` sends nothing
             before = bits(checked.state)
             expected: Any = ZeroDivisionError if rank == 1 else StepFailedError
-            # An error that breaks a backward off is known to others when that rank uses the module again.
-            told = "its backward did not finish" if adapter == "autograd.grad" else "ZeroDivisionError: on the wire"
-            match = "on the wire" if rank == 1 else rf"rank 1 failed with .*{told}\. State and"
+            match = "on the wire" if rank == 1 else r"rank 1 failed with .*ZeroDivisionError: on the wire\. State and"
             checked.wire.has_trouble = has_plan and rank == 1
             if not has_plan:
                 expected, match = FloatingPointError, "leaf 'matrix'"
@@ -295,7 +271,7 @@ def check_resuming(rank: int, adapter: str, text: str) -> None:
     assert bits(held) == before
 
 
-@every(WITH_STATE, returned=False)  # whose states are the module's
+@every(WITH_STATE)  # whose states are the module's
 def test_a_state_is_saved_and_set(gloo, adapter, text):
     run(2, adapter, gloo, check_resuming, text)
 

@@ -4,6 +4,7 @@ Everywhere a weight w of ranks 0 and 1 has the gradients 1 and 2, so the mean is
 """
 
 import gc
+import threading
 import types
 import weakref
 from contextlib import nullcontext
@@ -98,8 +99,6 @@ def test_outputs_that_hide_tensors_are_synchronized(rank: int) -> None:
     for wrap in (opaque, lambda y: types.SimpleNamespace(y=y)):
         model = DDP(Weight(wrap))
         model(x_of(rank))
-        assert torch.autograd.grad(model.module.last, model.module.w)[0].item() == MEAN
-        model(x_of(rank))
         model.module.last.backward()
         assert model.module.w.grad.item() == MEAN
 
@@ -148,28 +147,83 @@ def test_a_sum_counts_gradients_that_bypass_the_outputs_once(rank: int) -> None:
     assert model.module.w.grad.item() == 2 * MEAN
 
 
-@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("sync", [allreduce, error_feedback(fp16(allreduce))])
 @on_ranks(2)
-def test_autograd_grad_returns_means(rank: int, steps: int) -> None:
-    model = DDP(Weight())
-    train(model, rank, steps)
+def test_a_backward_that_accumulates_nothing_is_no_step_and_returns_this_ranks_own(rank: int, sync: Any) -> None:
+    """As with torch's class: an evaluation of rank 0 alone, gradients of inputs, two of a last layer in a training."""
+    model = DDP(Weight(), sync=sync)
     own = model.module
-    for _ in range(0 if steps else 2):  # past the outputs: not right after a backward that accumulated
-        means = torch.autograd.grad(model(x_of(rank)) + (1 + rank) * own.unused, list(model.parameters()))
-        assert [mean.item() for mean in means] == [MEAN, MEAN]
-    for _ in range(2):
-        assert torch.autograd.grad(model(x_of(rank)), own.w)[0].item() == MEAN
-    model(x_of(rank)).backward()
-    assert own.w.grad.item() == MEAN
-    model(x_of(rank))
-    assert torch.autograd.grad(own.last, own.w)[0].item() == MEAN
-    model.zero_grad()
-    model(x_of(rank))
-    own.last.backward()  # past the outputs
-    assert own.w.grad.item() == MEAN
-    model.zero_grad()
-    (model(x_of(rank)) + (1 + rank) * own.unused).backward()
-    assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
+    for step in range(4):
+        x = x_of(rank).requires_grad_()
+        for _ in range(3 if rank == 0 else 1):  # ranks need not do the same
+            assert torch.autograd.grad(model(x), own.w)[0].item() == 1 + rank
+            assert torch.autograd.grad(model(x), x)[0] == own.w
+        loss = model(x)
+        asked = torch.autograd.grad(loss, own.w, retain_graph=True)[0]
+        model.zero_grad()
+        (loss * asked / (1 + rank)).backward()
+        assert own.w.grad.item() == MEAN
+        assert model.sync_stats()["steps"] == step + 1
+
+
+@on_ranks(2)
+def test_gradients_through_tensors_that_stand_for_parameters_go_where_autograd_accumulates(rank: int) -> None:
+    """An inner step of MAML on the wrapped module; only the outer backward accumulates, so it alone is a step."""
+
+    def outer(net: nn.Module, call: Any, prefix: str) -> Tensor:
+        (inner,) = torch.autograd.grad(call(x_of(rank)).square(), net.w, create_graph=True)
+        return torch.func.functional_call(call, {f"{prefix}w": net.w - 0.1 * inner}, (x_of(rank),)).square()
+
+    plain, model = Weight(), DDP(Weight())
+    outer(plain, plain, "").backward()
+    want = fnddp.allreduce({"w": plain.w.grad}, ())[0]["w"]
+    outer(model.module, model, "module.").backward()
+    torch.testing.assert_close(model.module.w.grad, want)
+    assert model.sync_stats()["steps"] == 1
+    stand_in = torch.ones((), requires_grad=True)
+    torch.func.functional_call(model, {"module.w": stand_in}, (x_of(rank),)).backward()
+    assert stand_in.grad == 1 + rank
+    require_mean(model, rank)
+
+
+@on_ranks(2)
+def test_frozen_parameters_make_no_step_of_a_backward_through_their_module(rank: int) -> None:
+    """A critic in the step of its generator: there is nothing to synchronize, so nothing is sent."""
+    generator, critic = DDP(Weight()), DDP(Weight())
+    critic.requires_grad_(False)
+    for step in range(2):
+        generator.zero_grad()
+        critic(generator(x_of(rank))).backward()
+        assert generator.module.w.grad.item() == MEAN
+        assert [m.sync_stats()["steps"] for m in (generator, critic)] == [step + 1, 0]
+
+
+@on_ranks(2)
+def test_a_thread_may_evaluate_while_another_one_trains(rank: int) -> None:
+    """A step belongs to the backward that has begun it: forwards without gradients leave it alone, others are named."""
+    model, seen = DDP(TwoLayers()), []
+
+    def evaluate(_: Tensor) -> None:
+        with torch.no_grad():
+            model(x_of(rank), False)
+        with pytest.raises(RuntimeError, match="a backward of it is running in another thread"):
+            model(x_of(rank), False)
+        seen.append(rank)
+
+    def in_a_thread(grad: Tensor) -> None:
+        thread = threading.Thread(target=evaluate, args=(grad,))
+        thread.start()
+        thread.join()
+
+    for _ in range(3):
+        model.zero_grad()
+        loss = model(x_of(rank), False)
+        hook = model.module.first.register_hook(in_a_thread) if rank == 1 else None
+        loss.backward()
+        assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
+        if hook is not None:
+            hook.remove()
+    assert seen == [rank] * 3 * rank
 
 
 @on_ranks(2)
@@ -189,21 +243,8 @@ def test_what_a_later_hook_of_the_users_makes_of_a_gradient_is_synchronized(rank
     model = DDP(Weight())
     model.module.w.register_hook(lambda grad: grad**2)
     train(model, rank, steps)
-    for create_graph in (False, True):
-        (mean,) = torch.autograd.grad(model(x_of(rank)), model.module.w, create_graph=create_graph)
-        assert mean.item() == 2.5
     model(x_of(rank)).backward()
     assert model.module.w.grad.item() == 2.5
-
-
-@on_ranks(2)
-def test_a_later_hook_on_the_first_gradient_past_the_outputs_is_an_error_on_all_ranks(rank: int) -> None:
-    model = DDP(Weight(opaque))
-    model(x_of(rank))
-    if rank == 0:
-        model.module.w.register_hook(lambda grad: 2 * grad)
-    with pytest.raises(RuntimeError if rank == 0 else StepFailedError, match="'w' after the module's forward"):
-        torch.autograd.grad(model.module.last, model.module.w)
 
 
 @pytest.mark.parametrize(("accumulates", "loss_uses"), [(False, False), (True, False), (False, True)])
@@ -255,18 +296,6 @@ def test_another_backward_after_one_that_broke_off(rank: int) -> None:
     assert gather(model.sync_state.residual["w"].item()) == [0.0, 0.0]
 
 
-@on_ranks(2)
-def test_asking_for_gradients_does_not_lose_what_no_sync_has_accumulated(rank: int) -> None:
-    model = DDP(Weight())
-    with model.no_sync():
-        model(x_of(rank), both=True).backward()
-    model.module.w.grad = None
-    assert torch.autograd.grad(model(x_of(rank)), model.module.w)[0].item() == MEAN
-    assert model.module.unused.grad.item() == 1 + rank
-    model(x_of(rank)).backward()
-    assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
-
-
 @pytest.mark.parametrize("all_drop", [False, True])
 @on_ranks(2)
 def test_what_no_sync_has_accumulated_is_synchronized_by_a_backward_that_reaches_no_parameter(
@@ -284,21 +313,6 @@ def test_what_no_sync_has_accumulated_is_synchronized_by_a_backward_that_reaches
         assert model.module.w.grad.item() == 1 + rank
         model(x, drops=all_drop or rank == 0).backward()
         assert model.module.w.grad.item() == (MEAN if all_drop else MEAN + 1)
-
-
-@on_ranks(2)
-def test_autograd_grad_of_unused_parameters_is_none_or_an_error(rank: int) -> None:
-    model = DDP(Weight())
-    own, both = model.module, list(model.parameters())
-    y = model(x_of(rank), both=rank == 0)
-    match = "asked on other ranks for unused, which this rank has not used"
-    with nullcontext() if rank == 0 else pytest.raises(RuntimeError, match=match):
-        torch.autograd.grad(y, both, allow_unused=True)
-    assert torch.autograd.grad(model(x_of(rank)), both, allow_unused=True) == (MEAN, None)
-    loss = own.w * x_of(rank) + Fails.apply(own.unused, None)
-    for _ in range(2):
-        model(x_of(rank))
-        assert torch.autograd.grad(loss, both, allow_unused=True, retain_graph=True) == (MEAN, None)
 
 
 @on_ranks(2)
@@ -359,7 +373,6 @@ def test_gradients_of_another_dtype_than_their_parameters(rank: int) -> None:
 @on_ranks(2)
 def test_a_dtype_changed_after_wrapping_is_an_error(rank: int, what: str) -> None:
     model = DDP(Weight())
-    torch.autograd.grad(model(x_of(rank)), model.module.w)
     if what == "parameters":
         model.double()
     else:
@@ -369,53 +382,15 @@ def test_a_dtype_changed_after_wrapping_is_an_error(rank: int, what: str) -> Non
 
 
 @on_ranks(2)
-def test_batches_of_gradients_and_compiled_autograd_are_refused(rank: int) -> None:
+def test_compiled_autograd_is_refused(rank: int) -> None:
     model = DDP(Weight())
-    with pytest.raises(RuntimeError, match="one gradient at a time"):
-        torch.autograd.grad(model(x_of(rank)), model.module.w, torch.ones(2), is_grads_batched=True)
+    loss = model(x_of(rank))
+    with (
+        torch._dynamo.compiled_autograd._enable(lambda graph: graph),
+        pytest.raises(RuntimeError, match="not synchronized in a backward that compiled autograd runs"),
+    ):
+        loss.backward()
     require_mean(model, rank)
-    stand_ins = {"module.w": torch.ones((), requires_grad=True)}
-    losses = [model(x_of(rank)), torch.func.functional_call(model, stand_ins, x_of(rank))]
-    for loss in losses:
-        with (
-            torch._dynamo.compiled_autograd._enable(lambda graph: graph),
-            pytest.raises(RuntimeError, match="not synchronized in a backward that compiled autograd runs"),
-        ):
-            loss.backward()
-    require_mean(model, rank)
-
-
-@on_ranks(2)
-def test_torch_func_runs_on_the_modules_own_engine(rank: int) -> None:
-    # Large enough for two buckets: the bucket options of the module hold for torch.func too.
-    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    model = DDP(module, bucket_cap_mb=0.01, static_graph=True)
-    params = {name: p.detach() for name, p in model.named_parameters()}
-
-    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(model, params, (x,)).sum()
-
-    torch.func.grad(loss)(params, torch.ones(2, 64))
-    assert len({collective.bucket for collective in model.plan.collectives}) == 2
-    partial = {"module.1.weight": params["module.1.weight"]}
-    for p in module.parameters():
-        p.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="not compatible with static_graph"):
-        torch.func.grad(loss)(partial, torch.ones(2, 64))
-
-
-@on_ranks(2)
-def test_one_backward_through_functional_call_and_forward(rank: int) -> None:
-    model = DDP(Weight())
-    stand_in = torch.ones((), requires_grad=True)
-
-    def stood_in() -> Tensor:
-        return torch.func.functional_call(model, {"module.w": stand_in}, x_of(rank))
-
-    (model(x_of(rank)) + stood_in()).backward()  # the later one comes first
-    assert model.module.w.grad == stand_in.grad == MEAN
-    with pytest.raises(RuntimeError, match="call backward for each of the two losses"):
-        (stood_in() + model(x_of(rank))).backward()
 
 
 @on_ranks(2)

@@ -194,16 +194,6 @@ def test_a_wrapped_module_is_right_or_raises_on_all_ranks(rank, function):
                     assert model.module.w.grad.tolist() == (want + before).tolist(), (order, before)
 
 
-@on_ranks(2)
-def test_a_reentrant_checkpoint_that_would_be_computed_with_other_parameters_is_an_error(rank):
-    model = DistributedDataParallel(Module(None))
-    stand_ins = {f"module.{name}": torch.ones(2, requires_grad=True) for name in "wv"}
-    with pytest.raises(RuntimeError, match="DistributedDataParallel: .* pass use_reentrant=False"):
-        torch.func.functional_call(model, stand_ins, (batch(rank), "i"))
-    model(batch(rank), "i").backward()
-    assert model.module.w.grad.tolist() == [1.0, 1.5]
-
-
 def test_the_graph_of_the_callers_inputs_is_left_alone():
     """Nothing in its graph runs, so the caller can go through it, and no gradient is written to what it uses."""
     layer, teacher = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -41,14 +41,9 @@ def test_adam_does_not_move_what_has_no_update(rank: int, option: str | None) ->
 
 
 @on_ranks(2)
-def test_unused_leaves_keep_what_they_have_and_what_cannot_return_none_refuses(rank: int) -> None:
+def test_unused_leaves_keep_what_they_have(rank: int) -> None:
     model = fnddp.DistributedDataParallel(Parts(), sync=every(2, allreduce))
     use = "ab" if rank == 0 else "a"
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    with pytest.raises(RuntimeError, match=r"torch.autograd.grad cannot express that; use backward\(\)"):
-        torch.autograd.grad(loss_of(model(batch(rank, 0), use)), list(model.module.a.parameters()))
-    with pytest.raises(RuntimeError, match=r"torch.func.* cannot express that"):
-        torch.func.grad(lambda p: loss_of(torch.func.functional_call(model, p, (batch(rank, 0), use))))(params)
     model.module.c.weight.grad = kept = torch.ones(8, 16)
     for step in range(4):
         loss_of(model(batch(rank, step), use)).backward()

@@ -129,24 +129,6 @@ def test_a_backward_that_reaches_no_parameter_leaves_the_weight_to_the_one_that_
     require_steps(model, rank)
 
 
-@on_ranks(2)
-def test_a_weight_counts_in_functional_call(rank: int) -> None:
-    model = wrapped()
-    stands = {"module.weight": torch.ones(1, 1, requires_grad=True)}
-    with model.weight(rank + 1):
-        made = torch.func.functional_call(model, stands, (torch.full((1, 1), rank + 1.0),)).sum()
-    (slope,) = torch.autograd.grad(made, list(stands.values()))
-    assert slope.item() == pytest.approx(weighted(2))
-    with model.weight(rank + 1):
-        made = torch.func.functional_call(model, stands, (torch.ones(1, 1),)).sum()
-    with (
-        pytest.raises((RuntimeError, StepFailedError), match=f"weights {rank + 2} and {rank + 1}"),
-        model.weight(rank + 2),
-    ):
-        torch.autograd.grad(made, list(stands.values()))
-    require_steps(model, rank)
-
-
 @pytest.mark.parametrize("alone", [False, True])
 @on_ranks(2)
 def test_parts_that_are_wrapped_have_a_weight_of_their_own(rank: int, alone: bool) -> None:

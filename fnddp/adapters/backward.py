@@ -8,7 +8,7 @@ alike. Ways in say only what differs: which gradients no hook has seen, what is 
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Set
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, Generic, TypeVar
@@ -90,14 +90,20 @@ class Backward:
 
     def is_running(self) -> bool:
         """Return True if a step is open; fail it if its backward has raised, which autograd does not report."""
-        if self.step is not None and self._broken_off is not None:
+        if self.step is not None and self.has_raised:
             self.fail_all(RuntimeError(UNFINISHED))
         return self.step is not None
 
     @property
+    def has_raised(self) -> bool:
+        """True if the autograd backward in which this one has begun, or was to begin, has raised."""
+        return self._broken_off is not None
+
+    @property
     def _broken_off(self) -> "_Together | None":
-        """The steps of the backward in which this one has begun, or was to begin, if that has raised."""
-        return self._together if self._ending() is None else None
+        """The steps of that backward, if it has raised."""
+        together = self._together  # read first: another thread may begin a step now
+        return together if self._ending() is None else None
 
     def attempt(self, run: Callable[[], object]) -> None:
         """Call `run`, a part of the step, unless one has failed; keep its error for `end`.
@@ -181,9 +187,15 @@ class Backward:
                 LEFT_OUT.errors[self] = error
 
     def require_idle(self) -> None:
-        """Fail a step whose backward did not finish, as the next forward shows."""
+        """Fail a step whose backward did not finish, as the next forward shows.
+
+        Raises:
+            RuntimeError: Its backward is running, in another thread.
+        """
         LEFT_OUT.end()
-        if self.step is not None or self._broken_off is not None:
+        if self.step is not None and self._together is not None and not self.has_raised:
+            raise RuntimeError("a backward of it is running in another thread; wait for its end")
+        if self.step is not None or self.has_raised:
             self.fail_all(RuntimeError(UNFINISHED))
         self._together = self.failure = None
 
@@ -316,18 +328,18 @@ def require_synchronized(owner: str, named: Iterable[tuple[str, Tensor]], known:
         )
 
 
-def asked_for(parameters: Mapping[str, nn.Parameter]) -> set[str] | None:
-    """Return the parameters whose gradients torch.autograd.grad will return; None if one is accumulated instead."""
-    asked: set[str] = set()
-    for name, parameter in parameters.items():
-        if not parameter.requires_grad:
-            continue
+def accumulates_in(parameters: Iterable[nn.Parameter]) -> bool:
+    """Return whether the running backward accumulates a gradient in one of `parameters`, which require one.
+
+    False if it is `torch.autograd.grad`, which returns gradients instead.
+    """
+    for parameter in parameters:
         try:
             if torch_private.will_execute(get_gradient_edge(parameter).node):
-                return None
+                return True
         except RuntimeError:  # raised if torch.autograd.grad returns the gradient
-            asked.add(name)
-    return asked
+            return False
+    return False
 
 
 def executes(node: Any) -> bool:
@@ -338,7 +350,7 @@ def executes(node: Any) -> bool:
         return True
 
 
-def accumulates(nodes: Iterable[Any]) -> bool:
+def accumulates_all(nodes: Iterable[Any]) -> bool:
     """Return whether the running backward accumulates the gradients of all leaves behind `nodes` of its graph.
 
     False in `torch.autograd.grad`, and in a `backward(inputs=...)` that leaves out some of these leaves.

@@ -24,7 +24,6 @@ from fnddp.core.group import Group, group_name
 from fnddp.core.state import describe, load_state_dict, on_cpu
 from fnddp.core.state import state_dict as of_state
 from fnddp.core.sync import State, Sync
-from fnddp.core.tree import Leaves
 from fnddp.plan.plan import Plan
 from fnddp.reducers.halves import Owners, with_halves
 from fnddp.run.engine import fail_next
@@ -54,11 +53,18 @@ class _OwnerSteps(Steps):
     """Steps whose means are this rank's own leaves alone."""
 
     owners: "OwnerDataParallel"
+    needs_earlier_gradients = True  # a stand-in must be gone before a gradient is added to it
 
     def _start(self, forward_weight: Any, accumulated: str = "") -> Any:
         if self._open() is None:
             self.owners.make_way()
-        return super()._start(forward_weight, accumulated)
+        taken = super()._start(forward_weight, accumulated)
+        if taken.keeps_graph:
+            self._stop(
+                "gradients go to their owners, so create_graph=True has none to return on other ranks; call "
+                "backward() without it, or differentiate the module itself, model.module"
+            )
+        return taken
 
     def _finish(self) -> None:
         super()._finish()
@@ -83,21 +89,6 @@ class _OwnerSteps(Steps):
                 continue
             parameter.grad = None
             self.owners.receive(name, mean, taken.sparse.get(name))
-
-    def _feed_with_placeholder(self, taken: Any, name: str, grad: Tensor) -> Tensor:
-        self._stop(
-            "gradients go to their owners, so torch.autograd.grad and create_graph=True have none to return on other "
-            "ranks; call backward(), or differentiate the module itself, model.module"
-        )
-
-    def synchronize(self, grads: Mapping[str, Tensor], forward_weight: Any) -> Leaves:
-        error = TypeError(
-            "own: the model has other parameters than those that were wrapped. If load_state_dict(assign=True) has "
-            "replaced them, load without assign, or before the optimizer is made; torch.func has no owners, so give "
-            "its gradients to fnddp.to_owners and fnddp.to_all"
-        )
-        self.backward.fail_next(error)
-        raise error
 
 
 class OwnerDataParallel(DistributedDataParallel):

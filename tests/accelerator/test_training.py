@@ -137,17 +137,6 @@ def with_jit(rank: int, device: str, text: str) -> Any:
     return bits([params, state])
 
 
-def with_autograd_grad(rank: int, device: str, text: str) -> Any:
-    model = module(device, text)
-    for step in range(STEPS):
-        params = list(model.parameters())
-        means = torch.autograd.grad(loss_of(model, rank, step, device), params)
-        with torch.no_grad():
-            for p, mean in zip(params, means, strict=True):
-                p -= 0.1 * mean
-    return result(model, model.sync_state)
-
-
 def accumulating(rank: int, device: str) -> Any:
     """In `.grad` that is kept, and is there or not before a backward."""
     model = module(device)
@@ -396,7 +385,7 @@ PIPELINES = [
     "skip_nonfinite(error_feedback(fp16(allreduce)))",
     "partition({{'*weight': error_feedback(every(2, powersgd(allreduce, rank=2))), '*': delayed(bf16(allreduce))}})",
 ]
-WAYS = [with_the_module, with_register, with_value_and_grad, with_jit, with_autograd_grad]
+WAYS = [with_the_module, with_register, with_value_and_grad, with_jit]
 LEVELS = [
     "hierarchical(error_feedback(powersgd(all_reduce('{across}'), min_compression_rate=0)), intra='{inside}')",
     "hierarchical(quantize(all_gather('{across}')), intra='{inside}')",

@@ -200,17 +200,15 @@ def replace(model: DDP, position: int, layer: nn.Linear, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["parameter", "module"])
 @on_ranks(2)
-def test_replaced_parameters_are_synchronized_or_named(rank: int, what: str) -> None:
+def test_replaced_parameters_are_named(rank: int, what: str) -> None:
     model = DDP(make_model(), sync=fnddp.parse(WITH_RESIDUAL), **SMALL)
     step(model, batch(rank, 0))
     torch.manual_seed(5)
     replace(model, 2, nn.Linear(64, 64), what)
-    with model.no_sync(), pytest.raises(RuntimeError, match="2.weight, 2.bias were replaced after the module was w"):
+    with pytest.raises(RuntimeError, match="2.weight, 2.bias were replaced after the module was w"):
         model(batch(rank, 0))
-    steps_by_hand(rank, model, copy.deepcopy(model.module), range(1, 4))
-    replace(model, 4, nn.Linear(64, 7), what)  # of another shape
-    with pytest.raises(ValueError, match=r"'4\.weight' is now float32\[7, 64\], but was float32\[4, 64\]"):
-        step(model, batch(rank, 0))
+    with torch.no_grad():
+        model(batch(rank, 0))
 
 
 @pytest.mark.parametrize("where", [[0, 1], [1]])
@@ -247,12 +245,13 @@ def test_parametrizations_after_wrapping(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_autograd_grad_after_a_cast_and_back(rank: int) -> None:
-    """Autograd accumulates them at another place then."""
+def test_a_backward_after_a_cast_and_back(rank: int) -> None:
+    """Autograd accumulates at another place then."""
     model = DDP(nn.Linear(2, 1, bias=False))
     for _ in range(2):
-        (grad,) = torch.autograd.grad(model(torch.full((1, 2), rank + 1.0)).sum(), [model.module.weight])
-        assert grad.tolist() == [[1.5, 1.5]]
+        model.zero_grad()
+        model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        assert model.module.weight.grad.tolist() == [[1.5, 1.5]]
         model.double()
         model.float()
 

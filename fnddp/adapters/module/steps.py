@@ -1,29 +1,27 @@
 """Backward passes of a wrapped module as steps of an engine.
 
-A step begins with the first gradient of a backward that synchronizes, and ends with that backward. In between, the
-gradient of each parameter is taken in one of two ways: from `parameter.grad`, once it is accumulated; or, if it is for
-`torch.autograd.grad`, from a hook before: autograd then gets a placeholder, which is filled at the end.
+A step synchronizes the gradients that a backward accumulates in the wrapped parameters. It begins where such a backward
+reaches the output of a forward, or a parameter, and ends with that backward. What `torch.autograd.grad` returns is this
+rank's own, as with torch's class.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward, FastPath, WeakHook, accumulates, asked_for, executes
+from fnddp.adapters.backward import Backward, FastPath, WeakHook, accumulates_all, accumulates_in, executes
 from fnddp.adapters.module.outputs import tensors_in
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, WrappedParameters
 from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.state import describe
-from fnddp.core.sync import Sync
-from fnddp.core.tree import Leaves
 from fnddp.run.engine import Engine
 from fnddp.run.program import UnexpectedGradient
 from fnddp.run.step import Step, Synchronized
@@ -48,21 +46,17 @@ class _Taken:
 
     Attributes:
         task: autograd's number of the backward.
-        asked: Parameters whose gradients torch.autograd.grad will return.
         added_to: Parameters with a gradient that the step adds to.
-        accumulates: True if the backward is known to accumulate gradients in all leaves that it reaches.
+        keeps_graph: True for a backward with `create_graph=True`, whose gradients can be differentiated.
         sparse: Number of sparse dimensions of each sparse gradient, by parameter.
         deferred: Parameters whose gradients wait for the end of the step.
-        placeholders: Tensors that autograd got instead of gradients, to which means are written.
     """
 
     task: int
-    asked: set[str]
     added_to: set[str]
-    accumulates: bool
+    keeps_graph: bool
     sparse: dict[str, int]
     deferred: set[str] = field(default_factory=set[str])
-    placeholders: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 class Steps:
@@ -85,6 +79,8 @@ class Steps:
     engine: Engine
     backward: Backward
     log: Log
+    needs_earlier_gradients: ClassVar[bool] = False
+    """True if each step needs to know what `.grad` was before its backward, also where it begins at a parameter."""
 
     def __init__(self, promises: Promises) -> None:
         self.promises = promises
@@ -97,7 +93,6 @@ class Steps:
         self.futures: list[torch.futures.Future[Any]] = []
         self._fast = FastPath()
         self._hooks: list[Any] = []
-        self._early: dict[str, Any] = {}  # hooks of parameters that see gradients before they are accumulated
 
     def use(
         self, engine: Engine, trained: WrappedParameters, sparse: Collection[nn.Parameter], world: Membership
@@ -108,7 +103,6 @@ class Steps:
             sparse: Parameters whose gradients are sparse in one dimension, on all ranks, used or not.
             world: The process group that steps are for.
         """
-        watched = list(self._early)
         self.detach()
         self.engine, self.parameters, self._world = engine, trained.parameters, world
         self.backward = Backward(engine, undo=self._undo, named=self._named)
@@ -117,8 +111,6 @@ class Steps:
         self._taken: _Taken | None = None  # of the open step
         # On an elastic wire: gradients and `unsynchronized` before the backwards that may not be committed.
         self._before: tuple[dict[str, Tensor], set[str]] | None = None
-        self._returns = True  # False after a backward that has returned no gradient
-        self._begins_at_parameters = False  # a step has begun before its backward reached an output
         advance = weakref.WeakMethod(self._advance)
         self._hooks = [
             self.parameters[name].register_post_accumulate_grad_hook(
@@ -126,15 +118,16 @@ class Steps:
             )
             for name, position in engine.positions.items()
         ]
-        self._watch(watched)
+        if self.needs_earlier_gradients or isinstance(engine.wire, Elastic):
+            self._hooks += [p.register_hook(WeakHook(self, Steps._arrives, n)) for n, p in self.parameters.items()]
 
     def detach(self) -> None:
         """Remove all hooks of parameters."""
         if self._hooks and self.engine.is_open:
             self.backward.fail(RuntimeError("its hooks were removed"))
-        for hook in (*self._hooks, *self._early.values()):
+        for hook in self._hooks:
             hook.remove()
-        self._hooks, self._early = [], {}
+        self._hooks = []
 
     def require_same_world(self) -> None:
         """Raise a RuntimeError, once and for all, if the process group is not the one that steps are for."""
@@ -146,24 +139,14 @@ class Steps:
 
     # The begin of a step
 
-    def arm(self) -> None:
-        """Make the next backward synchronize, wherever it begins."""
-        self.is_armed = True
-        self._watch(self.parameters)
-
-    def expect_backward(self, output: Any, *, synchronizes: bool, is_functional: bool) -> None:
+    def expect_backward(self, output: Any, *, synchronizes: bool) -> None:
         """Expect the backward of a forward: a step begins where it reaches `output`, even if no parameter is used.
-
-        Hooks before accumulation take 1.6 of 28 ms of a backward with 384 leaves. Without them, torch.autograd.grad
-        would return an unsynchronized gradient of a parameter that the loss uses only outside of the module: it comes
-        before any gradient of an output. So they are omitted only after a backward that has returned no gradient.
 
         Args:
             synchronizes: True to synchronize the gradients of this backward.
-            is_functional: True for gradients of tensors that stand for parameters (`functional_call`).
         """
         self.may_step |= synchronizes
-        self.is_armed, self._forward_weight = synchronizes and not is_functional, self.weight
+        self.is_armed, self._forward_weight = synchronizes, self.weight
         with _lock:
             _forwarded.pop(self, None)
             _forwarded[self] = None
@@ -175,31 +158,27 @@ class Steps:
                 behind = _Nodes([] if tensor.grad_fn is None else (node for node, _ in tensor.grad_fn.next_functions))
                 self._outputs.append(weakref.ref(behind))
                 tensor.register_hook(partial(self._reaches_output, self.weight, behind))
-        # On an elastic wire gradients may be put back as they were before.
-        if self._returns or self._begins_at_parameters or not self._outputs or isinstance(self.engine.wire, Elastic):
-            self._watch(self.parameters)
+
+    def _accumulates(self, behind: Sequence[Any]) -> bool:
+        """Return whether the running backward accumulates in a wrapped parameter, or would if this rank had used one.
+
+        Args:
+            behind: The nodes behind outputs of the last forward.
+        """
+        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        return accumulates_in(trained) or (bool(trained) and accumulates_all(behind))
 
     def _is_reached(self) -> bool:
-        """Return whether the running backward goes through the last forward."""
-        if not self._outputs:
-            return asked_for(self.parameters) != set()
-        return any(map(executes, (node for behind in self._outputs for node in behind() or () if node is not None)))
-
-    def _watch(self, names: Iterable[str]) -> None:
-        """Hook gradients before they are accumulated, behind the user's hooks, until a step ends."""
-        for name in names:
-            if name in self._early:
-                torch_private.put_last(self.parameters[name], self._early[name])
-            elif self.parameters[name].requires_grad:
-                self._early[name] = self.parameters[name].register_hook(WeakHook(self, Steps._arrives, name))
+        """Return whether the running backward goes through the last forward, and will begin a step."""
+        behind = [node for nodes in self._outputs for node in nodes() or () if node is not None]
+        return self._accumulates(behind) and (not self._outputs or any(map(executes, behind)))
 
     @torch_private.skipped_by_dynamo
     def _reaches_output(self, forward_weight: Weight | None, behind: Sequence[Any], _: Tensor) -> None:
         """Begin a step where a backward reaches the output of a forward, made by the nodes `behind`."""
-        taken = self._start(forward_weight)
-        if self.unsynchronized and not taken.accumulates:
-            taken.accumulates = accumulates(behind)
-        self._require_one_weight(forward_weight)
+        if self._open() is not None or self._accumulates(behind):
+            self._start(forward_weight)
+            self._require_one_weight(forward_weight)
 
     def _start(self, forward_weight: Weight | None, accumulated: str = "") -> _Taken:
         """Return what the open step takes, which begins now if there is none.
@@ -217,15 +196,13 @@ class Steps:
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if isinstance(self.engine.wire, Elastic) and (self._before is None or not self.awaits_commit):
             self._before = {name: grad.detach().clone() for name, grad in grads.items()}, self.unsynchronized.copy()
-        asked = asked_for(self.parameters)
-        self._returns = bool(asked)
         step = self._begin(forward_weight)
         with _lock:
             others = [each for each in reversed([*_forwarded]) if each is not self and each.is_armed]
         reached = [each.backward for each in others if not each.engine.is_open and each._is_reached()]
         self.backward.end_with_autograds(self._finish, reached)
-        task, always = current_backward(), self._always_sparse.copy()
-        self._taken = taken = _Taken(task, asked or set(), set(grads), asked is None, always)
+        task, keeps_graph = current_backward(), torch.is_grad_enabled()
+        self._taken = taken = _Taken(task, set(grads), keeps_graph, self._always_sparse.copy())
         kept = grads.keys() - self.unsynchronized - {accumulated}
         sums = bool(kept) and "sum" in self.engine.sync.ops
         filled = {name: grad.any() for name, grad in grads.items() if sums and name in kept}
@@ -236,11 +213,7 @@ class Steps:
                 "would add up again with what this backward adds; call optimizer.zero_grad() before each backward, or "
                 "run all but the last within no_sync()"
             )
-        if asked:
-            self._watch(asked)
-            if self.engine.sync.skips:
-                self._stop(_cannot_skip(self.engine.sync, "torch.autograd.grad"))
-        elif not torch.is_grad_enabled():  # not with create_graph
+        if not keeps_graph:
             self._fast.open(step, task, {self.engine.positions[name] for name in grads})
         self.log.backward_starts()
         return taken
@@ -264,23 +237,11 @@ class Steps:
 
     # Gradients
 
-    def _arrives(self, name: str, grad: Tensor | None) -> Tensor | None:
-        """Handle a gradient of a parameter that autograd is about to accumulate or return."""
-        taken = self._taken if self.engine.is_open else None
-        if self.is_armed:  # otherwise a step has begun at an output, or the forward ran in no_sync
-            if taken is None and self._waits_for_outer_backward():
-                return None
-            is_late = taken is None and torch_private.is_followed(self.parameters[name], self._early[name])
-            self._begins_at_parameters |= taken is None
-            taken = self._start(self._forward_weight)
-            if is_late and name in taken.asked:
-                self._stop(
-                    f"a hook was registered on parameter {name!r} after the module's forward, and torch.autograd.grad "
-                    "would return what it makes of a gradient that is not synchronized yet; register it before"
-                )
-        if taken is None or name not in taken.asked or grad is None:
-            return None  # undefined: as if it were unused
-        return self._feed_with_placeholder(taken, name, grad)
+    def _arrives(self, name: str, _: Tensor) -> None:
+        """Begin a step before a gradient is accumulated in the parameter `name`, which was None or an earlier one."""
+        begins = self.is_armed and self._open() is None and accumulates_in([self.parameters[name]])
+        if begins and not self._waits_for_outer_backward():
+            self._start(self._forward_weight)
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         """Handle a gradient, maybe undefined, that autograd has accumulated in `parameter.grad`."""
@@ -288,7 +249,6 @@ class Steps:
             return
         was_armed, taken = self.is_armed, self._open()
         if was_armed and taken is None and not self._waits_for_outer_backward():
-            self._begins_at_parameters = True
             taken = self._start(self._forward_weight, name)
         if taken is None:
             self.unsynchronized.add(name)
@@ -305,7 +265,7 @@ class Steps:
         Only the outer backward has all gradients. Those that arrive before it goes on count as accumulated in no_sync.
         """
         nodes = torch_private.nodes_of_outer_backward()
-        if nodes is None or asked_for(self.parameters):
+        if nodes is None:
             return False
         if not nodes:
             error = RuntimeError(
@@ -325,7 +285,7 @@ class Steps:
             handles.clear()
             steps = me()
             if steps is not None and steps.is_armed:
-                steps._start(steps._forward_weight).accumulates = True
+                steps._start(steps._forward_weight)
 
         handles += [node.register_prehook(go_on) for node in nodes]
         return True
@@ -337,30 +297,10 @@ class Steps:
         if grad.is_sparse:
             taken.sparse[name] = grad.sparse_dim()
             grad = grad.to_dense()
-        if grad.requires_grad:  # backward(create_graph=True)
-            self._feed_with_placeholder(taken, name, grad)
-            return
-        is_kept = name in taken.added_to
+        is_kept = name in taken.added_to or grad.requires_grad
         if not is_kept:
             parameter.grad = None  # so that its memory is free once it has been sent
-            grad = grad.data  # a hook may hold the old tensor: then the storage is shared
-        self._feed(name, grad, keep=is_kept)
-
-    def _feed_with_placeholder(self, taken: _Taken, name: str, grad: Tensor) -> Tensor:
-        self._require_unbatched(grad)
-        # With create_graph a second backward differentiates the rank's own gradient, and synchronizes the results: the
-        # mean of derivatives is the derivative of the mean.
-        placeholder = taken.placeholders[name] = grad.to_dense() if grad.is_sparse else grad.clone()
-        self._feed(name, placeholder.detach().clone(), keep=False)
-        return placeholder
-
-    def _require_unbatched(self, grad: Tensor) -> None:
-        """Fail the step, on all ranks, if `grad` stands for several gradients."""
-        if torch_private.is_batched(grad):
-            self._stop(
-                "one gradient at a time is synchronized, not a batch of them, as with is_grads_batched=True or "
-                "vectorize=True; leave that out, or differentiate the module itself, model.module"
-            )
+        self._feed(name, grad.data, keep=is_kept)  # a hook may hold the old tensor: then the storage is shared
 
     def _feed(self, name: str, grad: Tensor, *, keep: bool) -> None:
         self._go_on(lambda step: step.feed(name, grad, keep=keep))
@@ -412,26 +352,12 @@ class Steps:
             self.settle_on(is_committed=False)
             return
         self.close()
-        placeholders = taken.placeholders
         is_empty = len(done.unused) == len(self.parameters)  # no parameter had a gradient on any rank
-        # A backward may follow through gradients of inputs, or with create_graph of parameters: it synchronizes, too.
-        if was_armed and (is_empty or any(placeholder.requires_grad for placeholder in placeholders.values())):
-            self.arm()
+        self.is_armed = was_armed and (is_empty or taken.keeps_graph)  # a backward through these gradients may follow
         if is_empty:
             return
-        for name in placeholders.keys() & done.mean.keys():
-            placeholders[name].data.copy_(done.mean[name])
-        if taken.asked:
-            lost = [name for name in self.parameters if name not in placeholders and name not in done.unused]
-            if lost:
-                raise RuntimeError(
-                    f"torch.autograd.grad was asked on other ranks for {', '.join(lost)}, which this rank has not used "
-                    "or not asked for, so it cannot return their mean; use backward(), or the same parameters on all "
-                    "ranks"
-                )
-        else:
-            self.unsynchronized = set()
-            self._write(done, taken)
+        self.unsynchronized = set()
+        self._write(done, taken)
         self.wait_for_futures()
         self.log.step_ends(self.engine, done.unused)
 
@@ -441,10 +367,9 @@ class Steps:
         taken, step = self._taken, self.engine.step
         if taken is None or step is None or not (taken.deferred or self.unsynchronized or taken.added_to):
             return
-        missing, waiting = step.missing, taken.deferred
-        if not taken.asked and (len(missing - waiting) < len(self.parameters) or taken.accumulates):
-            waiting = waiting | (self.unsynchronized & missing)  # of parameters that this backward has not reached
-        for name in sorted(waiting):
+        missing = step.missing
+        # Also of parameters that this backward has not reached, but others within no_sync.
+        for name in sorted(taken.deferred | (self.unsynchronized & missing)):
             if self.parameters[name].grad is None:
                 continue
             if name in taken.deferred - missing:
@@ -455,11 +380,10 @@ class Steps:
                     "function as an input"
                 )
             self._take(taken, name)
-        if not taken.asked:
-            # Other ranks add to what these hold, the mean of an earlier backward, and send the sum.
-            held = {name: self.parameters[name].grad for name in taken.added_to & step.missing}
-            dense = {name: grad.detach().to_dense() for name, grad in held.items() if grad is not None}
-            step.kept = {name: grad for name, grad in dense.items() if self.engine.leaves[name].is_like(grad)}
+        # Other ranks add to what these hold, the mean of an earlier backward, and send the sum.
+        held = {name: self.parameters[name].grad for name in taken.added_to & step.missing}
+        dense = {name: grad.detach().to_dense() for name, grad in held.items() if grad is not None}
+        step.kept = {name: grad for name, grad in dense.items() if self.engine.leaves[name].is_like(grad)}
 
     def _keeps_promises(self, unused: frozenset[str]) -> bool:
         """Check the promises, and return False if no parameter had a gradient on any rank."""
@@ -479,26 +403,32 @@ class Steps:
         return done
 
     def _write(self, done: Synchronized, taken: _Taken) -> None:
-        for name, mean in done.mean.items():
-            parameter = self.parameters[name]
-            if done.has_nothing_for(name, parameter):
-                continue
-            before, grad = parameter.grad, taken.placeholders.get(name, mean)
-            if name in taken.sparse:
-                grad = grad.to_sparse(taken.sparse[name])
-            elif grad.stride() != parameter.stride():  # which optimizers expect of a dense parameter, as torch does
-                grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
-            if name in taken.added_to and before is not None and not before.is_sparse and not grad.requires_grad:
-                before.copy_(grad)  # others may hold it, as a part of a flat buffer
-            else:
-                parameter.grad = grad
-            if optimizers := optimizers_in_backward(parameter):
-                for optimizer in optimizers:
-                    optimizer.step()
-                parameter.grad = None
+        with torch.set_grad_enabled(taken.keeps_graph):
+            for name, mean in done.mean.items():
+                if not done.has_nothing_for(name, self.parameters[name]):
+                    self._write_one(name, mean, taken)
         for name in self.parameters.keys() - done.mean.keys():  # no update: optimizers stand still
             if not done.has_nothing_for(name, self.parameters[name]):
                 self.parameters[name].grad = None
+
+    def _write_one(self, name: str, mean: Tensor, taken: _Taken) -> None:
+        parameter = self.parameters[name]
+        before, grad = parameter.grad, mean
+        if before is not None and before.requires_grad:  # the mean, with the graph of this rank's own gradient
+            grad = before.to_dense() if before.is_sparse else before.clone()
+            grad.data.copy_(mean)
+        if name in taken.sparse:
+            grad = grad.to_sparse(taken.sparse[name])
+        elif grad.stride() != parameter.stride():  # which optimizers expect of a dense parameter, as torch does
+            grad = torch.empty_like(parameter, dtype=grad.dtype, requires_grad=False).copy_(grad)
+        if name in taken.added_to and before is not None and not before.is_sparse and not grad.requires_grad:
+            before.copy_(grad)  # others may hold it, as a part of a flat buffer
+        else:
+            parameter.grad = grad
+        if optimizers := optimizers_in_backward(parameter):
+            for optimizer in optimizers:
+                optimizer.step()
+            parameter.grad = None
 
     def wait_for_futures(self) -> None:
         if self.futures:
@@ -540,48 +470,14 @@ class Steps:
     def close(self) -> None:
         self.is_armed, self._taken = False, None
         self._fast.close()
-        for hook in self._early.values():
-            hook.remove()
-        self._early = {}
 
     # Steps outside of a backward
 
-    def synchronize(self, grads: Mapping[str, Tensor], forward_weight: Weight | None) -> Leaves:
-        """Return the means of complete gradients, whose forward ran in a block of the weight `forward_weight`."""
-        if self._open() is not None:
-            raise RuntimeError(
-                f"{OWNER}: a backward through tensors that stand for parameters cannot be a part of one that "
-                "synchronizes the parameters themselves; call backward for each of the two losses"
-            )
-        _refuse_compiled_autograd()
-        if self.engine.sync.skips:
-            what = "torch.func, and parameters that are not those that were wrapped"
-            raise RuntimeError(f"{OWNER}: {_cannot_skip(self.engine.sync, what)}")
-        return self._step(grads, forward_weight).mean
-
     def participate_with_zeros(self) -> None:
         """Take part in a step in which this rank has no gradients, and keep nothing of it but the state."""
-        self._step({}, None)
+        self._begin(None)
+        self._end()
         self.wait_for_futures()
-
-    def _step(self, grads: Mapping[str, Tensor], forward_weight: Weight | None) -> Synchronized:
-        self._begin(forward_weight)
-        self._require_one_weight(forward_weight)
-        self.backward.attempt(lambda: self._feed_all(grads))
-        return self._end()
-
-    def _feed_all(self, grads: Mapping[str, Tensor]) -> None:
-        for name in reversed(self.parameters):
-            if name in grads:
-                self._require_unbatched(grads[name])
-                self._feed(name, grads[name].detach(), keep=True)
-
-
-def _cannot_skip(sync: Sync, asking: str) -> str:
-    return (
-        f"{sync!r} has no update for some leaves in some steps, and {asking} cannot express that; use backward(), "
-        "which leaves .grad None, or fnddp.value_and_grad"
-    )
 
 
 def _refuse_compiled_autograd() -> None:

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fnddp import torch_private
 from fnddp.adapters.backward import LEFT_OUT, Backward
 from fnddp.adapters.handle import log_adopted, warn_without_memory
-from fnddp.adapters.module.gate import gated, is_differentiated
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Slots, WrappedParameters, sparse_parameters
 from fnddp.adapters.module.steps import Steps
@@ -48,10 +46,13 @@ class DistributedDataParallel(TorchNames):
     """Wrap a module to synchronize its gradients with any pipeline, in place of torch's class of this name.
 
     Gradients are taken as backward makes them, and the pipeline's collectives run behind the rest of it.
-    `torch.autograd.grad` and `torch.func.grad` give synchronized gradients too. Nothing can hang because a parameter
-    is unused: what does not arrive on a rank counts as zero there, and what arrives on no rank keeps its gradient,
-    usually None. Where the pipeline has no update in a step (`every`), `.grad` is None, too. The wrong choice in a
-    functional loop: there is `value_and_grad`.
+    Nothing can hang because a parameter is unused: what does not arrive on a rank counts as zero there, and what
+    arrives on no rank keeps its gradient, usually None. Where the pipeline has no update in a step (`every`), `.grad`
+    is None, too.
+
+    As with torch's class, only gradients that a backward accumulates in the wrapped parameters are synchronized: what
+    `torch.autograd.grad` and `torch.func` return is this rank's own. The wrong choice in a functional loop: there is
+    `value_and_grad`.
 
     It counts as an instance of torch's class (`isinstance`) and takes the same arguments, by position too. All ranks
     must construct it. An error in one rank's backward ends the step on all: the others raise `StepFailedError` when
@@ -104,8 +105,6 @@ class DistributedDataParallel(TorchNames):
     >>> model(torch.ones(1, 2)).sum().backward()
     >>> model.module.weight.grad
     tensor([[1., 1.]])
-    >>> torch.autograd.grad(model(torch.ones(1, 2)).sum(), model.module.bias)
-    (tensor([1.]),)
     >>> dist.destroy_process_group()
     """
 
@@ -229,16 +228,15 @@ class DistributedDataParallel(TorchNames):
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             if self._engine.is_open and torch_private.is_within_backward():
                 return self.module(*inputs, **kwargs)  # activation checkpointing computes it again
-            self._steps.settle()
+            if torch.is_grad_enabled() or self._backward.has_raised:  # others may evaluate while a thread trains
+                self._steps.settle()
             inputs, kwargs = self._before_forward(inputs, kwargs)
-            stand_ins = self._stand_ins()
-            tensors = self._cast_parameters(stand_ins)
-            if tensors:
+            if cast := self._cast_parameters():
                 with refuse_reentrant_checkpoints(OWNER):
-                    output = torch.func.functional_call(self.module, tensors, inputs, kwargs)
+                    output = torch.func.functional_call(self.module, cast, inputs, kwargs)
             else:
                 output = self.module(*inputs, **kwargs)
-            self._after_forward(output, is_functional=bool(stand_ins))
+            self._after_forward(output)
             return output
 
     @contextmanager
@@ -372,6 +370,8 @@ class DistributedDataParallel(TorchNames):
         if active is not None and self in active.modules():
             raise _shared_with_torch("it, or a module of which it is a part,")
         self._slots.require_known(self.module)
+        if self._synchronizes:
+            self._require_no_stand_ins()
         if not self._log.has_stepped:
             # `Steps` runs the optimizers of torch.distributed.optim._apply_optimizer_in_backward, on synchronized
             # gradients, and sets these to None, as torch does.
@@ -396,57 +396,41 @@ class DistributedDataParallel(TorchNames):
         return inputs, kwargs
 
     @torch_private.untraced
-    def _after_forward(self, output: Any, *, is_functional: bool) -> None:
+    def _after_forward(self, output: Any) -> None:
         with device_of(self.device).selected():
             self._sync_buffers(HookLocation.POST_FORWARD)
         self.require_forward_param_sync = self._synchronizes
         if torch.is_grad_enabled():
-            self._steps.expect_backward(output, synchronizes=self._synchronizes, is_functional=is_functional)
+            self._steps.expect_backward(output, synchronizes=self._synchronizes)
 
     @property
     def _synchronizes(self) -> bool:
         return torch.is_grad_enabled() and self.require_backward_grad_sync
 
-    @torch_private.untraced
-    def _stand_ins(self) -> dict[str, Tensor]:
-        """Return the tensors that replace wrapped parameters, in torch.func.functional_call or for good, if any.
-
-        Their gradients are synchronized.
-        """
-        if not torch.is_grad_enabled():
-            return {}
+    def _require_no_stand_ins(self) -> None:
+        """Raise a RuntimeError if gradients that a training loop applies are those of other tensors than it wrapped."""
         known, tensors = self._trained.parameters, self._slots.tensors()
-        swapped = {name: t for name, t in tensors.items() if t is not known[name]}
-        if not self._synchronizes or not any(t.requires_grad or is_differentiated(t) for t in swapped.values()):
-            replaced = [name for name, t in swapped.items() if isinstance(t, nn.Parameter) and t.requires_grad]
-            if replaced:
-                raise RuntimeError(
-                    f"{OWNER}: {', '.join(replaced)} were replaced after the module was wrapped, so no_sync cannot "
-                    "accumulate their gradients; wrap the module again"
-                )
-            return {}
-        if self._join_config.enable:
+        others = {name: t for name, t in tensors.items() if t is not known[name]}
+        if differentiated := [name for name, t in others.items() if torch_private.is_differentiated(t)]:
             raise RuntimeError(
-                f"{OWNER}: within join, ranks that have run out of inputs cannot follow torch.func or parameters that "
-                f"are not those it was wrapped with: {', '.join(swapped)}"
+                f"{OWNER}: torch.func differentiates with respect to {', '.join(differentiated)}, and such gradients "
+                "are not synchronized here; use fnddp.value_and_grad, or differentiate model.module and synchronize "
+                "the result: grads, state = sync(grads, state). For gradients of this rank alone use model.no_sync()"
             )
-        for name, t in swapped.items():
-            if (t.shape, t.dtype) != (known[name].shape, known[name].dtype):
-                raise ValueError(
-                    f"{OWNER}: {name!r} is now {state.describe(t)}, but was {state.describe(known[name])} when the "
-                    "module was wrapped; wrap it again"
-                )
-        trained = {name: t for name, t in tensors.items() if t.requires_grad or is_differentiated(t)}
-        return gated(trained, partial(self._steps.synchronize, forward_weight=self._steps.weight))
+        if replaced := [name for name, t in others.items() if isinstance(t, nn.Parameter) and t.requires_grad]:
+            raise RuntimeError(
+                f"{OWNER}: {', '.join(replaced)} were replaced after the module was wrapped, and gradients of the new "
+                "parameters are not synchronized; wrap the module again, or call model.module with them"
+            )
 
     @torch_private.untraced
-    def _cast_parameters(self, stand_ins: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that the module runs with in place of its own: under mixed precision all parameters."""
+    def _cast_parameters(self) -> dict[str, Tensor]:
+        """Return the tensors that the module runs with in place of its parameters under mixed precision."""
         if self.mixed_precision is None or self.mixed_precision.param_dtype is None:
-            return stand_ins
+            return {}
         held = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
         dtype = self.mixed_precision.param_dtype
-        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in (held | stand_ins).items()}
+        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in held.items()}
 
     # Set-up
 

@@ -50,7 +50,7 @@ def reducer(steps: Steps) -> SimpleNamespace:
     """Return an object in the place of torch's reducer, with the methods that tools call; it reduces nothing."""
 
     def prepare_for_backward(_: Sequence[Tensor]) -> None:
-        steps.arm()
+        steps.is_armed = True
 
     return SimpleNamespace(
         prepare_for_backward=prepare_for_backward,
