@@ -292,6 +292,35 @@ def test_an_error_in_the_weight_blocks_of_two_models_fails_the_steps_of_both_on_
                 torch.testing.assert_close(model.module.weight.grad, torch.full_like(model.module.weight, weighted(2)))
 
 
+@pytest.mark.parametrize("has_own_groups", [False, True])
+@pytest.mark.parametrize("blocks", [(0, 1), (1, 0), (1,)])
+@on_ranks(2)
+def test_an_error_in_the_first_of_two_backwards_within_weight_blocks_leaves_no_rank_waiting(
+    rank: int, blocks: tuple[int, ...], has_own_groups: bool
+) -> None:
+    """Its step is open, and other ranks end it before that of the second backward, which this rank leaves out."""
+    groups = [torch.distributed.new_group() if has_own_groups else None for _ in range(2)]
+    models = [DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=group) for group in groups]
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError("no data")
+
+    for step in range(4):
+        hook = models[0].module.weight.register_hook(fail) if step == 1 and rank == 0 else None
+        for model in models:
+            model.zero_grad()
+        error = ZeroDivisionError if rank == 0 else StepFailedError
+        with pytest.raises(error, match="no data") if step == 1 else nullcontext(), ExitStack() as stack:
+            for block in blocks:
+                stack.enter_context(models[block].weight(rank + 1))
+            for made in [loss(model, rank) for model in models]:
+                made.backward()
+        if hook is not None:
+            hook.remove()
+        if step != 1:
+            assert [grad(m) for m in models] == [pytest.approx(weighted(2) if i in blocks else 1.5) for i in (0, 1)]
+
+
 @on_ranks(2)
 def test_an_error_in_the_first_weight_blocks_after_steps_without_ends_the_run_where_models_share_a_group(rank: int):
     """The other ranks may be in the step of either model, whose messages differ."""

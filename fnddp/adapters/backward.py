@@ -55,7 +55,6 @@ class Backward:
     ) -> None:
         self.engine, self._undo, self._named = engine, undo, named
         self.failure: BaseException | None = None
-        self._ending: Callable[[], object] = _nothing  # the callback at its end; None once it is known not to come
         self._together: _Together | None = None  # the steps of the autograd backward that has this one, or will
 
     @property
@@ -85,7 +84,7 @@ class Backward:
             ending.ends[self] = end
             ending.together.begun[self] = None
             for each in (self, *reaches):
-                each._ending, each._together = weakref.ref(ending), ending.together
+                each._together = ending.together
                 ending.together.awaited[each] = None
 
     def is_running(self) -> bool:
@@ -102,8 +101,8 @@ class Backward:
     @property
     def _broken_off(self) -> "_Together | None":
         """The steps of that backward, if it has raised."""
-        together = self._together  # read first: another thread may begin a step now
-        return together if self._ending() is None else None
+        together = self._together
+        return together if together is not None and together.has_raised else None
 
     def attempt(self, run: Callable[[], object]) -> None:
         """Call `run`, a part of the step, unless one has failed; keep its error for `end`.
@@ -207,9 +206,16 @@ class _Together:
         begun, awaited: The ones that have begun, and those that the backward reaches: ordered sets.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ending: "_Ending") -> None:
+        self._ending = weakref.ref(ending)
         self.begun: dict[Backward, None] = {}
         self.awaited: dict[Backward, None] = {}
+        _autograds.add(self)
+
+    @property
+    def has_raised(self) -> bool:
+        """True if the backward has raised, so that autograd will not call the callback at its end."""
+        return self._ending() is None
 
     def fail(self, error: BaseException) -> None:
         """Fail all steps because of `error`, on all ranks: those to come, too, for which other ranks wait.
@@ -259,7 +265,7 @@ class _Ending:
 
     def __init__(self, task: int) -> None:
         self._task = task
-        self.together = _Together()
+        self.together = _Together(self)
         self.ends: dict[Backward, Callable[[], None]] = {}
 
     @torch_private.skipped_by_dynamo
@@ -278,6 +284,7 @@ class _Ending:
 
 
 _endings: "weakref.WeakValueDictionary[int, _Ending]" = weakref.WeakValueDictionary()  # by autograd's number
+_autograds: "weakref.WeakSet[_Together]" = weakref.WeakSet()  # the backwards of autograd that have steps
 _lock = threading.Lock()  # autograd has a thread for each device
 
 
@@ -307,6 +314,8 @@ class _LeftOut(threading.local):
         """End all of these steps, on all ranks, in whatever order the other ranks run them."""
         if self.errors:
             errors, self.errors = self.errors, {}
+            for together in [each for each in _autograds if each.has_raised]:  # other ranks end their steps first
+                together.fail(next(iter(errors.values())))
             fail_next({each.engine: error for each, error in errors.items() if each.step is None})
             for each in in_order(errors):
                 each.fail(errors[each])
