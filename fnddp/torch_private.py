@@ -664,6 +664,11 @@ class FSDPGroup:
         return [each.sharded_param for each in self._group.fsdp_params]
 
     @property
+    def gathered(self) -> list[nn.Parameter]:
+        """The parameters, gathered, as far as a forward has used them: autograd accumulates gradients in these."""
+        return [each._unsharded_param for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
+
+    @property
     def gathered_dtype(self) -> torch.dtype:
         """The dtype in which the parameters are gathered; torch.uint8 where they have several."""
         dtypes = {each.mp_policy.param_dtype or each.sharded_param.dtype for each in self._group.fsdp_params}

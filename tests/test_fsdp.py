@@ -226,3 +226,20 @@ def test_replicas_of_all_shards_take_one_measured_pipeline(rank: int, tmp_path: 
         load(tmp_path, last[0], sync=last[1])
         assert last[1].sync.over(None) == slow[1].sync.over(None)
         train(last[0], batches(1))
+
+
+@on_ranks(2)
+def test_gradients_of_inputs_on_one_replica_are_no_step(rank: int) -> None:
+    """An evaluation of the first replica alone, as it would be without replicas."""
+    mesh = meshes(2, 1)
+    model = sharded(mesh["shard"])
+    replicas = compress_replicas(model, SYNC, mesh["replicate"])
+    for x in batches(3):
+        if rank == 0:
+            inputs = x.clone().requires_grad_()
+            assert torch.autograd.grad(loss(model, inputs), inputs)[0].any()
+        model.zero_grad()
+        loss(model, x).backward()
+        grads = torch.cat([p.grad.to_local().flatten() for p in model.parameters()])
+        assert torch.equal(*everyones(grads))
+    assert replicas.sync_stats()["steps"] == 3

@@ -337,6 +337,21 @@ def require_synchronized(owner: str, named: Iterable[tuple[str, Tensor]], known:
         )
 
 
+def accumulates(parameters: Iterable[nn.Parameter], behind: Iterable[Any]) -> bool:
+    """Return whether the running backward accumulates in one of `parameters`, or would if this rank had used one.
+
+    Args:
+        behind: The nodes behind outputs of the module, of which it accumulates in all leaves in the second case.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return accumulates_in(trained) or (bool(trained) and accumulates_all(behind))
+
+
+def nodes_behind(output: Tensor) -> list[Any]:
+    """Return the nodes that a backward reaches next after the one that has made `output`."""
+    return [] if output.grad_fn is None else [node for node, _ in output.grad_fn.next_functions if node is not None]
+
+
 def accumulates_in(parameters: Iterable[nn.Parameter]) -> bool:
     """Return whether the running backward accumulates a gradient in one of `parameters`, which require one.
 
@@ -368,8 +383,6 @@ def accumulates_all(nodes: Iterable[Any]) -> bool:
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if node is None:
-            continue
         if hasattr(node, "variable"):  # it accumulates a leaf's gradient
             try:
                 if not torch_private.will_execute(node):
@@ -377,7 +390,7 @@ def accumulates_all(nodes: Iterable[Any]) -> bool:
             except RuntimeError:  # raised if torch.autograd.grad returns the gradient
                 return False
             has_leaves = True
-        behind = {following for following, _ in node.next_functions} - seen
+        behind = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= behind
         waiting += behind
     return has_leaves

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward, FastPath, WeakHook, accumulates_all, accumulates_in, executes
+from fnddp.adapters.backward import Backward, FastPath, WeakHook, accumulates, accumulates_in, executes, nodes_behind
 from fnddp.adapters.module.outputs import tensors_in
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, WrappedParameters
@@ -155,28 +155,19 @@ class Steps:
         self._outputs = []
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:  # hooks of a leaf would stay
-                behind = _Nodes([] if tensor.grad_fn is None else (node for node, _ in tensor.grad_fn.next_functions))
+                behind = _Nodes(nodes_behind(tensor))
                 self._outputs.append(weakref.ref(behind))
                 tensor.register_hook(partial(self._reaches_output, self.weight, behind))
 
-    def _accumulates(self, behind: Sequence[Any]) -> bool:
-        """Return whether the running backward accumulates in a wrapped parameter, or would if this rank had used one.
-
-        Args:
-            behind: The nodes behind outputs of the last forward.
-        """
-        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
-        return accumulates_in(trained) or (bool(trained) and accumulates_all(behind))
-
     def _is_reached(self) -> bool:
         """Return whether the running backward goes through the last forward, and will begin a step."""
-        behind = [node for nodes in self._outputs for node in nodes() or () if node is not None]
-        return self._accumulates(behind) and (not self._outputs or any(map(executes, behind)))
+        behind = [node for nodes in self._outputs for node in nodes() or ()]
+        return accumulates(self.parameters.values(), behind) and (not self._outputs or any(map(executes, behind)))
 
     @torch_private.skipped_by_dynamo
     def _reaches_output(self, forward_weight: Weight | None, behind: Sequence[Any], _: Tensor) -> None:
         """Begin a step where a backward reaches the output of a forward, made by the nodes `behind`."""
-        if self._open() is not None or self._accumulates(behind):
+        if self._open() is not None or accumulates(self.parameters.values(), behind):
             self._start(forward_weight)
             self._require_one_weight(forward_weight)
 

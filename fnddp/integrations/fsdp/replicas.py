@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward, WeakHook, require_synchronized
+from fnddp.adapters.backward import Backward, WeakHook, accumulates, nodes_behind, require_synchronized
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.handle import PipelineHandle
 from fnddp.core.agreement import agree_over, description
@@ -113,11 +114,13 @@ class Replicas(PipelineHandle):
         self._is_armed = self._synchronizes
         for tensor in torch_private.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(self._before_backward)
+                tensor.register_hook(partial(self._before_backward, nodes_behind(tensor)))
 
     @torch_private.skipped_by_dynamo
-    def _before_backward(self, _: Tensor) -> None:
+    def _before_backward(self, behind: list[Any], _: Tensor) -> None:
         if not any(group.reduces for group in self._fsdp):  # FSDP keeps whole gradients for a later backward
+            return
+        if not accumulates((p for group in self._fsdp for p in group.gathered), behind):  # of inputs, say
             return
         if not self._engine.is_open and not self._before:
             self._set_aside()
