@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -199,6 +199,21 @@ def test_one_rank_may_load_with_assign(rank: int, given: bool) -> None:
     step("a")
     with pytest.raises(RuntimeError, match="one parameter is unused in first iteration, but then got used"):
         step("ab")
+
+
+@on_ranks(1)
+def test_steps_that_are_refused_stay_refused_when_parameters_are_assigned(rank: int) -> None:
+    model = wrapped()
+    for refuse, message in (
+        (lambda: model.refuse(RuntimeError("half of a file is loaded")), "half of a file is loaded"),
+        (lambda: setattr(model._engine, "broken", CollectiveError("a rank has died")), "a rank has died"),
+    ):
+        refuse()
+        with suppress(RuntimeError):
+            model.load_state_dict(model.state_dict(), assign=True)
+        with pytest.raises(RuntimeError, match=message):
+            model(X)
+        model.refuse(None)
 
 
 @on_ranks(2)

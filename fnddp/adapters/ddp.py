@@ -146,7 +146,7 @@ class Handle(PipelineHandle):
         """Make DDP's `buckets` the leaves of later steps, if all in them is known: that is one operation for each."""
         if all(each.is_plain and self._names.keys() >= {*each.parameters} for each in buckets):
             leaves = {self._name_of(bucket): bucket.buffer for bucket in reversed(buckets)}  # expected last to first
-            engine = self._engine_of(self.sync, leaves)
+            engine = self._engine_of(self.sync, leaves, self._engine.lane)
             engine.count_on_from(self._engine)
             self._use(engine)
             self._layout = [bucket.parameters for bucket in buckets]

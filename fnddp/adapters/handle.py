@@ -16,7 +16,7 @@ from fnddp.device import device_of
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
-from fnddp.run.engine import Engine
+from fnddp.run.engine import Engine, Lane
 from fnddp.run.stats import SyncStats, stats
 from fnddp.transforms.memory import Memory
 from fnddp.transforms.powersgd import powersgd
@@ -170,10 +170,11 @@ class PipelineHandle(HasPipeline):
     def __init__(self, leaves: Leaves, sync: Sync, group: str | None, wire: Wire = C10D, **options: Any) -> None:
         warn_without_memory(sync)
 
-        def engine_of(sync: Sync, leaves: Leaves = leaves) -> Engine:
+        def engine_of(sync: Sync, leaves: Leaves = leaves, lane: Lane | None = None) -> Engine:
             specs = {name: LeafSpec.of(leaf) for name, leaf in leaves.items()}
             donation = Donation(gradients="at_end", state=True)
-            return Engine(sync, specs, state=sync.init(leaves), donation=donation, groups=[group], wire=wire, **options)
+            given: Any = {"donation": donation, "groups": [group], "wire": wire, "lane": lane, **options}
+            return Engine(sync, specs, state=sync.init(leaves), **given)
 
         self._engine_of, self._engine = engine_of, engine_of(sync)
         self.group, self._group, self._wire = group, group, wire
@@ -189,7 +190,7 @@ class PipelineHandle(HasPipeline):
 
     def _adopt(self, sync: Sync) -> None:
         log_adopted(self.sync, sync)
-        self._use(self._engine_of(sync.over(self._group, unnamed_only=True)))
+        self._use(self._engine_of(sync.over(self._group, unnamed_only=True), lane=self._engine.lane))
         self._compares = True
 
     def _use(self, engine: Engine) -> None:

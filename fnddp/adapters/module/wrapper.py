@@ -34,7 +34,7 @@ from fnddp.device import device_of
 from fnddp.plan.draft import Donation
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.choose import AUTO, automatic
-from fnddp.run.engine import Engine
+from fnddp.run.engine import Engine, Lane
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import Membership
@@ -217,7 +217,7 @@ class DistributedDataParallel(TorchNames):
     def _replace(self, sync: Sync | str, *, verify: bool) -> None:
         self._steps.settle()
         self._steps.require_same_world()
-        self._use(*self._agreed(sync, verify=verify))
+        self._use(*self._agreed(sync, verify=verify), self._engine.lane)
 
     @property
     def _backward(self) -> Backward:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -354,8 +354,8 @@ class DistributedDataParallel(TorchNames):
         if assign:  # the parameters are others now
             self._trained = _trained(self.module, self.parameters_to_ignore)
             before, promises = self._engine, dict(vars(self._promises))
-            self._use(self.sync, self.sync_state)
-            if self._engine.take_over_from(before):  # as on ranks that have not replaced their engine
+            self._use(self.sync, self.sync_state, before.lane)
+            if self._engine.learn_from(before):  # as on ranks that have not replaced their engine
                 vars(self._promises).update(promises)
         pipeline = synced.pop(_PIPELINE, None)
         if self._is_measured and pipeline is not None:
@@ -483,7 +483,7 @@ class DistributedDataParallel(TorchNames):
         self.reducer = reducer(self._steps)
         self._use(pipeline, initial)
 
-    def _use(self, pipeline: Sync, initial: State) -> None:
+    def _use(self, pipeline: Sync, initial: State, lane: Lane | None = None) -> None:
         self._slots = Slots(self.module, self._trained, OWNER, "wrap the module again")
         engine = Engine(
             pipeline,
@@ -495,6 +495,7 @@ class DistributedDataParallel(TorchNames):
             groups=[self._group],
             wire=self._wire,
             backend=self._backend,
+            lane=lane,
         )
         world = Membership(self._group, f"{OWNER}: the module was wrapped", "wrap the module again")
         self._steps.use(engine, self._trained, sparse_parameters(self.module), world)
