@@ -362,6 +362,16 @@ def accumulates(nodes: Iterable[Any]) -> bool:
     return has_leaves
 
 
+def hook_accumulated(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Call `hook` when a gradient has been accumulated in `parameter`, which may be frozen for now."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_()  # or torch refuses hooks
+    try:
+        return parameter.register_post_accumulate_grad_hook(hook)
+    finally:
+        parameter.requires_grad_(is_trained)
+
+
 class FastPath:
     """Short cut: a hook puts its gradient into the open step directly, instead of calling `take`, the long way.
 

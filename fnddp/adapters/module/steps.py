@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward, FastPath, WeakHook, accumulates, asked_for, executes
+from fnddp.adapters.backward import Backward, FastPath, WeakHook, accumulates, asked_for, executes, hook_accumulated
 from fnddp.adapters.module.outputs import tensors_in
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, WrappedParameters
@@ -102,15 +102,25 @@ class Steps:
     def use(
         self, engine: Engine, trained: WrappedParameters, sparse: Collection[nn.Parameter], world: Membership
     ) -> None:
-        """Run the steps of `engine` from now on, for the gradients of these parameters.
+        """Run the steps of `engine` from now on, for the gradients of these parameters; if it raises, nothing changes.
 
         Args:
             sparse: Parameters whose gradients are sparse in one dimension, on all ranks, used or not.
             world: The process group that steps are for.
         """
-        watched = list(self._early)
+        advance = weakref.WeakMethod(self._advance)
+        hooks: list[Any] = []
+        try:
+            for name, position in engine.positions.items():
+                hook = self._fast.hook(position, WeakHook(self, Steps._accumulated, name), advance)
+                hooks.append(hook_accumulated(trained.parameters[name], hook))
+        except BaseException:
+            for hook in hooks:
+                hook.remove()
+            raise
+        watched = [name for name in self._early if name in trained.parameters]
         self.detach()
-        self.engine, self.parameters, self._world = engine, trained.parameters, world
+        self.engine, self.parameters, self._world, self._hooks = engine, trained.parameters, world, hooks
         self.backward = Backward(engine, undo=self._undo, named=self._named)
         self.promises.begin()
         self._always_sparse = {name: 1 for name, parameter in self.parameters.items() if parameter in sparse}
@@ -119,13 +129,6 @@ class Steps:
         self._before: tuple[dict[str, Tensor], set[str]] | None = None
         self._returns = True  # False after a backward that has returned no gradient
         self._begins_at_parameters = False  # a step has begun before its backward reached an output
-        advance = weakref.WeakMethod(self._advance)
-        self._hooks = [
-            self.parameters[name].register_post_accumulate_grad_hook(
-                self._fast.hook(position, WeakHook(self, Steps._accumulated, name), advance)
-            )
-            for name, position in engine.positions.items()
-        ]
         self._watch(watched)
 
     def detach(self) -> None:
