@@ -1,8 +1,9 @@
 """`fnddp.DistributedDataParallel` on gloo processes: torch's DDP in everything users rely on."""
 
 import copy
+import pickle
 import warnings
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -194,6 +195,126 @@ def test_one_rank_may_load_with_assign(rank: int, given: bool) -> None:
     step("a")
     with pytest.raises(RuntimeError, match="one parameter is unused in first iteration, but then got used"):
         step("ab")
+
+
+@on_ranks(1)
+def test_steps_that_are_refused_stay_refused_when_parameters_are_assigned(rank: int) -> None:
+    model = wrapped()
+    for refuse, message in (
+        (lambda: model.refuse(RuntimeError("half of a file is loaded")), "half of a file is loaded"),
+        (lambda: setattr(model._engine, "broken", CollectiveError("a rank has died")), "a rank has died"),
+    ):
+        refuse()
+        with suppress(RuntimeError):
+            model.load_state_dict(model.state_dict(), assign=True)
+        with pytest.raises(RuntimeError, match=message):
+            model(X)
+        model.refuse(None)
+
+
+@pytest.mark.parametrize("text", ["allreduce", "error_feedback(powersgd(allreduce, rank=1))"])
+@pytest.mark.parametrize("change", ["sync", "deepcopy", "pickle", "assign"])
+@on_ranks(2)
+def test_parameters_that_are_frozen_for_a_time_are_synchronized_when_they_are_thawed(
+    rank: int, change: str, text: str
+) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), sync=text)
+    model.module[1].weight.requires_grad_(False)
+    model(X * (1 + rank)).sum().backward()
+    if change == "sync":
+        model.sync = "bf16(allreduce)"
+    elif change == "deepcopy":
+        model = copy.deepcopy(model)
+    elif change == "pickle":
+        model = pickle.loads(pickle.dumps(model))
+    else:
+        model.load_state_dict(model.state_dict(), assign=True)
+    assert not model.module[1].weight.requires_grad
+    for is_thawed in (False, True):
+        model.module[1].weight.requires_grad_(is_thawed)
+        model.zero_grad()
+        model(X * (1 + rank)).sum().backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert ("module.1.weight" in grads) == is_thawed
+        assert bits(list(grads.values())) == bits([gather(grad)[0] for grad in grads.values()])
+
+
+@on_ranks(2)
+def test_a_set_up_that_raises_changes_nothing(rank: int) -> None:
+    model = wrapped()
+    accumulated = torch.Tensor.register_post_accumulate_grad_hook
+
+    def fails_at_the_bias(parameter: Tensor, hook: Any) -> Any:
+        if parameter is model.module.bias:
+            raise RuntimeError("no hook")
+        return accumulated(parameter, hook)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Parameter, "register_post_accumulate_grad_hook", fails_at_the_bias)
+        with pytest.raises(RuntimeError, match="no hook"):
+            model.sync = "bf16(allreduce)"
+    assert model.sync == allreduce
+    require_mean(model, rank, 2)
+
+
+class Versioned(nn.Linear):
+    _version = 3
+    seen: Any = None
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        self.seen = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def test_versions_of_modules_are_loaded_and_errors_name_the_callers_keys():
+    for given in (nn.Sequential(Versioned(3, 3)), DistributedDataParallel(nn.Sequential(Versioned(3, 3)))):
+        model = DistributedDataParallel(nn.Sequential(Versioned(3, 3)))
+        model.load_state_dict(given.state_dict())
+        assert model.module[0].seen == 3
+    other = DistributedDataParallel(nn.Sequential(nn.Identity(), nn.Linear(3, 3)))
+    for known, key in ((other.state_dict(), "module.1.bias"), (other.module.state_dict(), "1.bias")):
+        with pytest.raises(RuntimeError, match=f'Unexpected key.*"{key}"') as error:
+            model.load_state_dict(known)
+        assert "module.module" not in str(error.value)
+
+
+STATES = "error_feedback(every(3, allreduce))"
+
+
+@on_ranks(2)
+def test_a_state_of_another_pipeline_on_any_rank_leaves_parameters_as_they_are(rank: int) -> None:
+    model = wrapped(sync=STATES)
+    saved = model.state_dict(sync_state=True)
+    saved = {key: value + 1 for key, value in saved.items()}
+    if rank == 1:
+        del saved["sync_state.replicated/inner.step"]
+    before = copy.deepcopy(model.state_dict(sync_state=True))
+    with pytest.raises(ValueError, match=r"missing \['replicated/inner.step'\]"):
+        model.load_state_dict(saved)
+    assert model.state_dict(sync_state=True).keys() == before.keys()
+    assert bits(list(model.module.parameters())) == bits([before["module.weight"], before["module.bias"]])
+    dist.barrier()
+    assert model.sync_state.inner.step == 0
+
+
+@pytest.mark.parametrize("way", ["class", "register", "attach"])
+@on_ranks(2)
+def test_a_rank_that_sets_the_state_it_has_compares_it_all_the_same(rank: int, way: str) -> None:
+    if way == "attach":
+        module = nn.Linear(4, 2)
+        owner: Any = fnddp.outer.attach(
+            module, torch.optim.SGD(module.parameters(), 0.1), fnddp.outer.local_sgd(every=3)
+        )
+        states = [owner.state, owner.state._replace(step=1)]
+    else:
+        is_ours = way == "class"
+        owner = wrapped(sync=STATES) if is_ours else fnddp.register(TorchDDP(nn.Linear(4, 2)), STATES)
+        first = owner.sync_state
+        states = [first, first._replace(inner=first.inner._replace(step=1))]
+    for of_ranks in (states, states[::-1]):
+        with pytest.raises(fnddp.RankMismatchError, match="step"):
+            setattr(owner, "state" if way == "attach" else "sync_state", of_ranks[rank])
 
 
 @on_ranks(2)

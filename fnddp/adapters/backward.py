@@ -396,6 +396,17 @@ def accumulates_all(nodes: Iterable[Any]) -> bool:
     return has_leaves
 
 
+@contextmanager
+def as_trained(parameter: nn.Parameter) -> Generator[nn.Parameter]:
+    """Let the block register hooks on `parameter`, which torch refuses where it is frozen for now."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_()
+    try:
+        yield parameter
+    finally:
+        parameter.requires_grad_(is_trained)
+
+
 class FastPath:
     """Short cut: a hook puts its gradient into the open step directly, instead of calling `take`, the long way.
 

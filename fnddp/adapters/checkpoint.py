@@ -24,11 +24,18 @@ _ORDER = "order"  # of gradients, which the owner's first step has learnt
 class HasSync(Protocol):
     """An object that has a pipeline and its state."""
 
-    sync_state: State
-
     @property
     def sync(self) -> Sync:
         """The pipeline."""
+        ...
+
+    @property
+    def sync_state(self) -> State:
+        """Its state."""
+        ...
+
+    def prepare_state(self, read: Callable[[], State]) -> Callable[[], None]:
+        """See `HasPipeline.prepare_state`."""
         ...
 
 
@@ -126,18 +133,34 @@ class Checkpoint:
             raise self._unfitting(saved, f"{differing(have, want)}; give that pipeline, to train on with its state")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the state.
+        """Set the state: see `prepare`."""
+        self.prepare(state_dict)()
+
+    def prepare(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        """Return a function that sets the state, when all ranks agree on it.
 
         Raises:
+            RankMismatchError: On all ranks, if they disagree, or another one raises.
             ValueError: The checkpoint is of another pipeline or other parameters, or not of `saved_world_size` ranks.
         """
+        if self.saved_by(state_dict) == self._saved_size:
+            self.adopt_pipeline(state_dict)
+        set_state = self._owner.prepare_state(lambda: self._read(state_dict))
+
+        def set_all() -> None:
+            set_state()
+            if self._order is not None and self._prefix + _ORDER in state_dict:
+                self._order.learnt_order = state_dict[self._prefix + _ORDER]
+
+        return set_all
+
+    def _read(self, state_dict: Mapping[str, Any]) -> State:
         saved_by = self.saved_by(state_dict)
         if saved_by != self._saved_size:
             raise ValueError(
                 f"sync_checkpoint: {saved_by} ranks have saved this checkpoint, and it is loaded as one of "
                 f"{self._saved_size}, which would lose residuals; pass sync_checkpoint(saved_world_size={saved_by})"
             )
-        self.adopt_pipeline(state_dict)
         self.require_fitting(state_dict)
         saved = {key.removeprefix(self._prefix): value for key, value in state_dict.items()}
         merged = {
@@ -147,11 +170,9 @@ class Checkpoint:
             for part in parts(self._owner.sync_state)
         }
         try:
-            self._owner.sync_state = load_state_dict(self._owner.sync_state, merged)
+            return load_state_dict(self._owner.sync_state, merged)
         except ValueError as error:
             raise self._unfitting(state_dict, str(error)) from error
-        if self._order is not None and _ORDER in saved:
-            self._order.learnt_order = saved[_ORDER]
 
     def _about(self, saved: list[str]) -> dict[str, Any]:
         return {_WORLD_SIZE: self._saved_size, _PARTS: saved, _PIPELINE: repr(self._owner.sync.over(None))}

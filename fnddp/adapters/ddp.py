@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward, WeakHook
+from fnddp.adapters.backward import Backward, WeakHook, hook_accumulated
 from fnddp.adapters.handle import PipelineHandle
 from fnddp.adapters.module.slots import Slots, WrappedParameters
 from fnddp.core.agreement import agree, description
@@ -77,7 +77,7 @@ class Handle(PipelineHandle):
         if not self._looks_between and self._engine.step is not None and self._engine.step.is_polled:
             self._looks_between = True
             poll = WeakHook(self, Handle._look, "")
-            hooks = [p.register_post_accumulate_grad_hook(poll) for p in self._parameters.values()]
+            hooks = [hook_accumulated(p, poll) for p in self._parameters.values()]
             weakref.finalize(self, _remove, hooks).atexit = False
 
     def _look(self, _: str, __: Tensor) -> None:
@@ -146,7 +146,7 @@ class Handle(PipelineHandle):
         """Make DDP's `buckets` the leaves of later steps, if all in them is known: that is one operation for each."""
         if all(each.is_plain and self._names.keys() >= {*each.parameters} for each in buckets):
             leaves = {self._name_of(bucket): bucket.buffer for bucket in reversed(buckets)}  # expected last to first
-            engine = self._engine_of(self.sync, leaves)
+            engine = self._engine_of(self.sync, leaves, self._engine.lane)
             engine.count_on_from(self._engine)
             self._use(engine)
             self._layout = [bucket.parameters for bucket in buckets]

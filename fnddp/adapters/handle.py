@@ -1,7 +1,7 @@
 """The base classes of objects that own a pipeline and its state, and their numbers for a log."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, Protocol
 
@@ -9,14 +9,14 @@ from fnddp import torch_private
 from fnddp.adapters.backward import Backward
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.codecs.topk import dct_topk, topk
-from fnddp.core.agreement import agree_on_state, agree_over
+from fnddp.core.agreement import agree_over, agreed_state
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
-from fnddp.run.engine import Engine
+from fnddp.run.engine import Engine, Lane
 from fnddp.run.stats import SyncStats, stats
 from fnddp.transforms.memory import Memory
 from fnddp.transforms.powersgd import powersgd
@@ -77,7 +77,7 @@ class HasPipeline:
         """The pipeline's state after the last step: a pytree keyed by the names of the model's parameters.
 
         It can be kept: later steps do not write over it. To continue from a saved state, set it on all ranks; they
-        compare its replicated parts if those change.
+        compare its replicated parts, if there are any.
 
         Raises:
             CollectiveError: Another rank has not set its state within the timeout of the process group.
@@ -89,10 +89,17 @@ class HasPipeline:
 
     @sync_state.setter
     def sync_state(self, state: State) -> None:
+        self.prepare_state(lambda: state)()
+
+    def prepare_state(self, read: Callable[[], State]) -> Callable[[], None]:
+        """Return a function that sets the state which `read` returns, when all ranks agree on it: see `sync_state`.
+
+        All ranks call this. Nothing changes before they call the result; what `read` raises on one is an error on all.
+        """
         self._settle()
         with device_of(self._engine.device).selected():
-            agree_on_state(self.sync, self._engine.state, state, [self._group], self._wire)
-        self._engine.state = state
+            state = agreed_state(self.sync, self._engine.state, read, [self._group], self._wire)
+        return lambda: setattr(self._engine, "state", state)
 
     @property
     def plan(self) -> Plan | None:
@@ -170,10 +177,11 @@ class PipelineHandle(HasPipeline):
     def __init__(self, leaves: Leaves, sync: Sync, group: str | None, wire: Wire = C10D, **options: Any) -> None:
         warn_without_memory(sync)
 
-        def engine_of(sync: Sync, leaves: Leaves = leaves) -> Engine:
+        def engine_of(sync: Sync, leaves: Leaves = leaves, lane: Lane | None = None) -> Engine:
             specs = {name: LeafSpec.of(leaf) for name, leaf in leaves.items()}
             donation = Donation(gradients="at_end", state=True)
-            return Engine(sync, specs, state=sync.init(leaves), donation=donation, groups=[group], wire=wire, **options)
+            given: Any = {"donation": donation, "groups": [group], "wire": wire, "lane": lane, **options}
+            return Engine(sync, specs, state=sync.init(leaves), **given)
 
         self._engine_of, self._engine = engine_of, engine_of(sync)
         self.group, self._group, self._wire = group, group, wire
@@ -189,7 +197,7 @@ class PipelineHandle(HasPipeline):
 
     def _adopt(self, sync: Sync) -> None:
         log_adopted(self.sync, sync)
-        self._use(self._engine_of(sync.over(self._group, unnamed_only=True)))
+        self._use(self._engine_of(sync.over(self._group, unnamed_only=True), lane=self._engine.lane))
         self._compares = True
 
     def _use(self, engine: Engine) -> None:

@@ -47,13 +47,16 @@ def verify(sync: Expression, grads: Tree, state: State | None = None, *, group: 
     agree(lambda: description(sync, grads, state), group)
 
 
-def agree(describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire = C10D) -> None:
+def agree(
+    describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire = C10D, *, call: str = "this call"
+) -> None:
     """Raise a RankMismatchError on all ranks of `group` unless `describe_rank` returns the same on all.
 
     `describe_rank` returns lines that must be equal, by subject, in the order of comparison. If it raises on a rank,
-    that rank raises the same error.
+    that rank raises the same error. A CollectiveError says that all ranks must make the `call`, if some did not.
     """
     name = group_name(group)
+    wire.size(name)  # raises if there ought to be a process group
     failure: Exception | None = None
     try:
         mine = describe_rank()
@@ -62,10 +65,16 @@ def agree(describe_rank: Callable[[], dict[str, str]], group: Group, wire: Wire 
     except Exception as error:
         failure, mine = error, {"set-up": f"failed with {type(error).__name__}: {error}"}
     digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
-    digests = control.all_gather_bytes(digest, name, wire)
-    if failure is None and len(set(digests)) == 1:
-        return
-    everyone = dict(control.all_gather_object((wire.rank(None), mine), name, wire))
+    try:
+        digests = control.all_gather_bytes(digest, name, wire)
+        if failure is None and len(set(digests)) == 1:
+            return
+        everyone = dict(control.all_gather_object((wire.rank(None), mine), name, wire))
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"{call} waited for the other ranks, to compare what they run: {error}. All ranks must make this call, "
+            "between steps; another rank has failed, left, or not made it"
+        ) from error
     raise RankMismatchError(first_difference([*everyone.values()], [*everyone])) if failure is None else failure
 
 
@@ -75,6 +84,8 @@ def agree_over(
     others: Iterable[Group] = (),
     within: Mapping[str, Collection[Group]] | None = None,
     wire: Wire = C10D,
+    *,
+    call: str = "this call",
 ) -> None:
     """Run `agree` over each of `groups`; a failure in one is raised in all, and in `others`, which compare nothing.
 
@@ -90,38 +101,47 @@ def agree_over(
     of_groups = [(group, {s: line for s, line in lines.items() if group in known.get(s, (group,))}) for group in groups]
     for group, compared in [*of_groups, *((group, dict[str, str]()) for group in others)]:
         try:
-            agree(partial(_raise, failure) if failure is not None else compared.copy, group, wire)
+            agree(partial(_raise, failure) if failure is not None else compared.copy, group, wire, call=call)
         except Exception as error:  # ranks of the next group must learn of it
             failure = failure or error
     if failure is not None:
         raise failure
 
 
-def agree_on_state(
+def agreed_state(
     sync: Expression,
     before: State,
-    after: State,
+    read: Callable[[], State],
     groups: Iterable[Group],
     wire: Wire = C10D,
     within: Mapping[str, Collection[Group]] | None = None,
-) -> None:
-    """Raise on all ranks unless they set the same replicated parts of a state: counters decide which collectives run.
+) -> State:
+    """Return the state that `read` returns, to be set; raise on all ranks unless its replicated parts are the same.
 
-    `within` has the groups that have a part, by `replicated`'s subjects, where not all of `groups` do.
+    They decide which collectives run, as counters do. All ranks call it, whether anything changes there or not: of a
+    state that has replicated parts `before`, they are compared. Nothing is on an elastic wire, whose replicas agree in
+    each quorum.
 
-    Replicated parts were equal `before`, so a rank that changes only local parts, such as a residual, sends nothing.
-    Does nothing on an elastic wire, whose replicas agree in each quorum. Raises a CollectiveError if another rank has
-    not set its state within the group's timeout, a ValueError if the state is of another pipeline or other leaves.
+    Args:
+        before: The state now, which is like it.
+        within: The groups that have a part, by `replicated`'s subjects, where not all of `groups` do.
+
+    Raises:
+        CollectiveError: Another rank has not set its state within the group's timeout.
+        RankMismatchError: On all ranks.
+        ValueError: The state is of another pipeline or other leaves.
     """
-    if isinstance(wire, Elastic) or replicated(before) == replicated(after):
-        return
-    try:
-        agree_over(lambda: replicated(require_like(repr(sync), after, before)), groups, within=within, wire=wire)
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"the state of {sync!r} could not be set: {error}. Its replicated parts, such as a counter, must be "
-            "set on all ranks or on none; another rank has failed, left, or not set them"
-        ) from error
+    states: list[State] = []
+
+    def described() -> dict[str, str]:
+        states.append(require_like(repr(sync), read(), before))
+        return replicated(states[0])
+
+    if isinstance(wire, Elastic) or not any(part.kind == REPLICATED for part in parts(before)):
+        described()
+    else:
+        agree_over(described, groups, within=within, wire=wire, call=f"setting the state of {sync!r}")
+    return states[0]
 
 
 @contextmanager

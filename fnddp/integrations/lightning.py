@@ -82,8 +82,8 @@ class FnddpStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write `checkpoint` on the first rank, with the pipeline's state unless it holds only weights."""
         if "optimizer_states" in checkpoint and self.sync_state is not None:
-            order: Any = self  # which is read alone
-            checkpoint = {**checkpoint, KEY: gathered(Checkpoint(self, None, order=order), None)}
+            owner: Any = self  # which is read alone
+            checkpoint = {**checkpoint, KEY: gathered(Checkpoint(owner, None, order=owner), None)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fnddp.adapters.backward import require_synchronized
-from fnddp.core.agreement import agree_on_state, agree_over, description
+from fnddp.core.agreement import agree_over, agreed_state, description
 from fnddp.core.group import Group, group_name
-from fnddp.core.state import load_state_dict, parts, require_like, state_dict
+from fnddp.core.state import load_state_dict, parts, state_dict
 from fnddp.core.sync import REPLICATED, State
 from fnddp.core.tree import Leaves
 from fnddp.outer.checkpoint import OuterCheckpoint
@@ -147,12 +147,15 @@ class Attached:
 
     @state.setter
     def state(self, state: State) -> None:
-        self._set(require_like(repr(self.outer), state, self._state))
+        self.prepare_state(lambda: state)()
 
-    def _set(self, state: State) -> None:
-        """Set the state, on all ranks: they compare what is equal on all of them, as the anchor and the counter are."""
-        agree_on_state(self.outer, self._state, state, self._live_groups, self._wire)
-        self._state = state
+    def prepare_state(self, read: Callable[[], State]) -> Callable[[], None]:
+        """Return a function that sets the state which `read` returns: see `HasPipeline.prepare_state`.
+
+        Ranks compare what is equal on all of them, as the anchor and the counter are.
+        """
+        state = agreed_state(self.outer, self._state, read, self._live_groups, self._wire)
+        return lambda: setattr(self, "_state", state)
 
     @property
     def _live_groups(self) -> Collection[str | None]:
@@ -290,7 +293,8 @@ class Attached:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a `state_dict` of the same outer step, on all ranks; load the model and the optimizer too."""
         counted = (_TOKENS, _TOKENS_SENT, _TOKENS_OPEN)
-        self._set(load_state_dict(self._state, {key: each for key, each in saved.items() if key not in counted}))
+        of_step = {key: each for key, each in saved.items() if key not in counted}
+        self.prepare_state(lambda: load_state_dict(self._state, of_step))()
         self._count_from(saved.get(_TOKENS), saved.get(_TOKENS_SENT, {}), saved.get(_TOKENS_OPEN, {}))
 
     def replicated_state_dict(self) -> dict[str, Any]:

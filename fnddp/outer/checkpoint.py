@@ -1,7 +1,7 @@
 """An outer step's state of one worker for torch.distributed.checkpoint: shards as shards, for other numbers of them."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,10 @@ class HasOuter(Protocol):
     outer: Outer
     state: State
     unsent: Any  # see `Attached`
+
+    def prepare_state(self, read: Callable[[], State]) -> Callable[[], None]:
+        """See `HasPipeline.prepare_state`."""
+        ...
 
 
 class OuterCheckpoint(Checkpoint):
@@ -84,13 +88,22 @@ class OuterCheckpoint(Checkpoint):
                 f"{differing(saved[_PARTS], mine[_PARTS])}; give that step, to train on with its state"
             )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the state."""
-        self.require_fitting(state_dict)
-        values = {part.key: state_dict[self._key(part)] for part in parts(self._attached.state)}
-        merged = {key: local(each) if isinstance(each, Tensor) else each for key, each in values.items()}
-        self._attached.state = load_state_dict(self._attached.state, merged)
-        self._attached.unsent = json.loads(state_dict[_UNSENT])
+    def prepare(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        """Return a function that sets the state, when all ranks agree on it."""
+
+        def read() -> State:
+            self.require_fitting(state_dict)
+            values = {part.key: state_dict[self._key(part)] for part in parts(self._attached.state)}
+            merged = {key: local(each) if isinstance(each, Tensor) else each for key, each in values.items()}
+            return load_state_dict(self._attached.state, merged)
+
+        set_state = self._attached.prepare_state(read)
+
+        def set_all() -> None:
+            set_state()
+            self._attached.unsent = json.loads(state_dict[_UNSENT])
+
+        return set_all
 
     def _like(self, part: Any) -> DTensor | None:
         """Return the parameter of which `part` has a number for each element, if that is sharded."""

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from fnddp.adapters.backward import Backward
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves
 from fnddp.outer.contract import Exchanges
 from fnddp.plan.draft import Donation
-from fnddp.run.engine import Engine, Engines
+from fnddp.run.engine import Engine, Engines, Health
 from fnddp.run.step import Step
 from fnddp.wire.protocol import CollectiveError, Wire
 from fnddp.wire.weights import Weight
@@ -30,6 +31,7 @@ class Overlapped(Exchanges):
     ) -> None:
         self._wire, self._check, self._other_groups, self._weight = wire, check, other_groups, weight
         self._engines: dict[tuple[str, Sync], Engines] = {}
+        self._healths: dict[Any, Health] = {}
         self._open: dict[str, _Open] = {}
 
     @property
@@ -55,11 +57,14 @@ class Overlapped(Exchanges):
         self.discard([name])
         if (name, sync) not in self._engines:
             self._engines[name, sync] = Engines(
-                sync, donation=Donation(), learns_order=False, wire=self._wire, other_groups=self._other_groups
+                sync,
+                donation=Donation(),
+                learns_order=False,
+                wire=self._wire,
+                other_groups=self._other_groups,
+                healths=self._healths,
             )
         engine = self._engines[name, sync].of(leaves, state)
-        for other in self._last_engines():
-            engine.follow(other)
         backward = Backward(engine)
         step = backward.begin(state=state, weight=self._weight(name))
         self._open[name] = _Open(backward, step, leaves)

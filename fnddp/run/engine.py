@@ -9,7 +9,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import attrgetter
 from time import perf_counter, sleep
 from typing import Any
 
@@ -57,6 +59,50 @@ _open: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Step]]]" = weakref.WeakK
 _connected: "weakref.WeakKeyDictionary[Any, itertools.count[int]]" = weakref.WeakKeyDictionary()
 
 
+@dataclass(eq=False)
+class Health:
+    """The failures of steps on the same ranks: one object of all engines there, those of later pipelines included.
+
+    Attributes:
+        broken: The error after which ranks may be desynchronized.
+        refused: The error that has left parameters, on all ranks, as they should not be: no step begins.
+        notices: `Step.notice` of the last steps, on an accelerator.
+        epoch: Epoch of an elastic wire in which this rank was last consistent with the others.
+    """
+
+    broken: BaseException | None = None
+    refused: BaseException | None = None
+    notices: tuple[Callable[[], bool], ...] = ()
+    epoch: int = 0
+
+
+@dataclass(eq=False)
+class Lane:
+    """The place of an engine among others, which the engine that replaces it takes: give it the same lane.
+
+    Attributes:
+        number: Number of the engine, in the order of construction.
+        begun: Number of steps that have begun.
+        places: Places among engines of a process group, in the order in which they connect.
+        exchanges_weights: Whether steps begin with an exchange of weights; None until one has shown whether ranks give
+            any.
+        epoch: Epoch of an elastic wire in which one has.
+    """
+
+    health: Health = field(default_factory=Health)
+    number: int = field(default_factory=partial(next, _numbers))
+    begun: int = 0
+    places: dict[str | None, int] = field(default_factory=dict[str | None, int])
+    exchanges_weights: bool | None = None
+    epoch: int = 0
+
+
+def delegated(path: str) -> Any:
+    """Return a property that reads and writes the attribute at a dotted `path`."""
+    *owner, name = path.split(".")
+    return property(attrgetter(path), lambda self, value: setattr(reduce(getattr, owner, self), name, value))
+
+
 class Engine:
     """Run `sync` on `leaves` in consecutive steps: `begin`, a `put` for each gradient, `agree`, `commit`.
 
@@ -69,19 +115,19 @@ class Engine:
         other_groups: Further process groups whose ranks end a step together, in addition to those of the pipeline.
         backend: The backend that runs segments, see `lower`. If given, a pipeline without a plan is an error.
         traces: Traces of this pipeline for such leaves, to be shared by several engines.
+        lane: That of the engine which this one replaces, if any.
 
     Attributes:
         positions: Positions of the leaves, by path.
-        number: Number of the engine, in the order of construction.
         step: The step that is open; None as soon as it has ended.
-        begun, steps, failed_steps: Numbers of steps that have begun, succeeded, and failed.
-        broken: The error after which ranks may be desynchronized.
+        steps, failed_steps: Numbers of steps that have succeeded, and failed.
         learns_order: True until the order is learnt in which gradients arrive, if it is to be.
-        refused: The error that has left parameters, on all ranks, as they should not be: no step begins.
-        ranks: Key of its process groups in `Engines`, which differs from that of later ones with the same names.
+        number, begun: See `Lane`.
+        broken, refused: See `Health`.
     """
 
-    ranks: Any = None
+    number, begun = delegated("lane.number"), delegated("lane.begun")
+    broken, refused = delegated("lane.health.broken"), delegated("lane.health.refused")
 
     def __init__(
         self,
@@ -97,18 +143,17 @@ class Engine:
         wire: Wire = C10D,
         backend: str | None = None,
         traces: Traces | None = None,
+        lane: Lane | None = None,
     ) -> None:
         require_backend(backend)
         self.sync, self.leaves, self.wire = sync, dict(leaves), wire
         self.positions = {path: position for position, path in enumerate(leaves)}
-        self.number = next(_numbers)
+        self.lane = Lane() if lane is None else lane
         self.device = one_of({path: leaf.device for path, leaf in leaves.items()})
         self.groups = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups), *other_groups]))
         self._gives_later, self._agrees = sync.gives_later, sync.agrees and not other_groups
         self.step: Step | None = None
-        self.begun = self.steps = self.failed_steps = 0
-        self.broken: BaseException | None = None
-        self.refused: BaseException | None = None
+        self.steps = self.failed_steps = 0
         self.learns_order = self._can_learn_order = learns_order and not isinstance(wire, Elastic)
         self._parts, self._structure = tree.flatten_any(state)
         self._knows_groups = sync.groups is not None or bool(groups)
@@ -127,12 +172,7 @@ class Engine:
         self._dropped: frozenset[str] = frozenset()
         self._programs: list[Program] = []
         self._current: Program | None = None
-        # Whether steps begin with an exchange of weights; None until one has shown whether ranks give any.
-        self._exchanges_weights: bool | None = None
-        self._epoch = 0  # epoch of an elastic wire in which this rank was last consistent with the others
-        self._notices: tuple[Callable[[], bool], ...] = ()  # `Step.notice` of the last step, on an accelerator
         self._is_connected = False
-        self._places: dict[str | None, int] = {}  # among engines of a process group, in the order in which they connect
 
     @property
     def is_open(self) -> bool:
@@ -160,7 +200,7 @@ class Engine:
 
     def require_noticed(self) -> None:
         """Raise a CollectiveError if another rank has failed in the last step, on an accelerator."""
-        require_noticed(self._notices)
+        require_noticed(self.lane.health.notices)
 
     def release_state(self) -> State:
         """Return the state and keep no reference to it: the next `begin` must be given one."""
@@ -200,9 +240,10 @@ class Engine:
         self.refuse_after_failure()
         if state is not None:
             self._parts, self._structure = tree.flatten_any(state)
-        if isinstance(self.wire, Elastic) and self.wire.epoch != self._epoch:
-            self._epoch = self.wire.epoch
-            self._exchanges_weights = None  # new ranks do not know
+        if isinstance(self.wire, Elastic):
+            self.lane.health.epoch = self.wire.epoch
+            if self.lane.epoch != self.wire.epoch:
+                self.lane.epoch, self.lane.exchanges_weights = self.wire.epoch, None  # new ranks do not know
         try:
             with in_profile("start"):
                 step = self._begin(None if weight is None else Weight.of(weight), scale)
@@ -230,16 +271,16 @@ class Engine:
             vote=vote,
             weight=weight,
             scale=scale,
-            exchanges_weights=self._exchanges_weights,
+            exchanges_weights=self.lane.exchanges_weights,
             learns_order=self.learns_order,
             remembered=self._remembered(),
             gives_later=self._gives_later,
             agrees=self._agrees,
             ahead=list(ahead),
-            notices=self._notices,
+            notices=self.lane.health.notices,
             observer=self._observer,
         )
-        self.begun += 1
+        self.lane.begun += 1
         for line in lines:
             line.append(weakref.ref(step))
         return step
@@ -261,11 +302,12 @@ class Engine:
         self.failed_steps += step.has_failed
         self.broken = step.broken or self.broken
         if step.exchanges_weights:
-            self._exchanges_weights = True
+            self.lane.exchanges_weights = True
         if step.is_done:
             self._parts, self.learns_order = step.parts, False
-            self._exchanges_weights = step.exchanges_weights
-            self._notices = () if step.notice is None else (step.notice,)
+            self.lane.exchanges_weights = step.exchanges_weights
+            unseen = [notice for notice in self.lane.health.notices if notice not in step.notices]
+            self.lane.health.notices = (*unseen, *filter(None, [step.notice]))
         if step.arrival is not None:
             self.learnt = step.arrival
             self.expect(step.arrival)
@@ -293,7 +335,7 @@ class Engine:
             raise RuntimeError(
                 f"no step begins, since parameters are in no good state: {self.refused}"
             ) from self.refused
-        if isinstance(self.wire, Elastic) and (self.wire.epoch != self._epoch or self.wire.lost is not None):
+        if isinstance(self.wire, Elastic) and (self.wire.epoch != self.lane.health.epoch or self.wire.lost is not None):
             self.broken = None  # nothing is sent in the rest of an epoch that has lost a rank: steps end as they should
         if self.broken is not None:
             raise RuntimeError(
@@ -319,9 +361,10 @@ class Engine:
         self._is_connected = True
 
     def _take_places(self) -> None:
-        if not self._places and not isinstance(self.wire, Elastic):  # a rank that comes back there has set up fewer
-            for group in (group for group in self.groups if self.wire.size(group) > 1):
-                self._places[group] = next(_connected.setdefault(self.line_of(group), itertools.count()))
+        places = self.lane.places
+        if not isinstance(self.wire, Elastic):  # a rank that comes back there has set up fewer
+            for group in (group for group in self.groups if group not in places and self.wire.size(group) > 1):
+                places[group] = next(_connected.setdefault(self.line_of(group), itertools.count()))
 
     def vote_of_weights(self) -> Vote | None:
         """Return a vote for steps that begin with an exchange of weights, if a rank can fail the next step by it."""
@@ -335,12 +378,12 @@ class Engine:
         if program.groups is None:
             return None
         self._take_places()
-        return Vote(self.leaves, program.wire, program.groups, program.device, self._places)
+        return Vote(self.leaves, program.wire, program.groups, program.device, self.lane.places)
 
     @property
     def begins_without_weights(self) -> bool:
         """True if earlier steps had no weights, so that the first one that has them begins without."""
-        return self._exchanges_weights is False
+        return self.lane.exchanges_weights is False
 
     @property
     def lines(self) -> list[Any]:
@@ -379,39 +422,21 @@ class Engine:
         if leaves:
             self._dropped, self._programs = leaves, []
 
-    def follow(self, before: "Engine") -> None:
-        """Copy the failures of `before`, another engine, if its steps are for the same ranks."""
-        if before is self or before.ranks != self.ranks:
-            return
-        if self._epoch != before._epoch:
-            self._epoch, self._exchanges_weights = before._epoch, None
-        self.broken = before.broken or self.broken
-        self._notices = tuple(dict.fromkeys([*before._notices, *self._notices]))
-
     def count_on_from(self, before: "Engine") -> None:
-        """Call `follow`, and take the place of `before` among engines, with its counts of steps and its measuring.
-
-        All ranks do so, with the same leaves.
-        """
-        self.follow(before)
-        self._exchanges_weights = before._exchanges_weights
-        self.number, self.begun, self._places = before.number, before.begun, before._places
+        """Copy the counts of steps of `before`, whose lane this engine has, and its measuring."""
         self.steps, self.failed_steps = before.steps, before.failed_steps
         if before._measured_from is not None:
             self._observer.measures, self._measured_from = True, self.steps
 
-    def take_over_from(self, before: "Engine") -> bool:
-        """Call `follow`, copy what the steps of `before` have learnt, and return True; False if its leaves differ.
+    def learn_from(self, before: "Engine") -> bool:
+        """Copy what the steps of `before` have learnt, and return True; False if its leaves differ.
 
         If only one rank replaces its engine, it then still sends what the other ranks send.
         """
-        self.follow(before)
         if list(self.leaves) != list(before.leaves):
             return False
-        self.number, self._places = before.number, before._places
         self._order, self.learnt, self._dropped = before._order, before.learnt, before._dropped
         self.learns_order &= before.learns_order
-        self._exchanges_weights = before._exchanges_weights
         return True
 
     def _choose(self) -> Program:
@@ -547,6 +572,7 @@ class Engines:
         wire: Wire = C10D,
         backend: str | None = None,
         other_groups: Collection[str | None] = (),
+        healths: dict[Any, Health] | None = None,
     ) -> None:
         self.last: Engine | None = None
         self._sync, self._wire = sync, wire
@@ -554,6 +580,8 @@ class Engines:
         options: Any = {"donation": donation, "learns_order": learns_order, "wire": wire, "backend": backend}
         options["other_groups"] = other_groups
         self._make = partial(Engine, sync, **options)
+        # By process groups: later ones may have the same names. Given, that of several caches.
+        self._healths: dict[Any, Health] = {} if healths is None else healths
         self._engines: dict[Any, Engine] = {}
         self._calls: dict[Any, object] = {}
 
@@ -590,11 +618,9 @@ class Engines:
         engine = self._engines.pop(key, None)
         if engine is None:
             # empty_like gives a layout in which no two elements share memory: later gradients are copied into it.
-            engine = self._make({path: LeafSpec.of(torch.empty_like(leaf)) for path, leaf in leaves.items()})
+            specs = {path: LeafSpec.of(torch.empty_like(leaf)) for path, leaf in leaves.items()}
+            engine = self._make(specs, lane=Lane(self._healths.setdefault(key[-1], Health())))
             engine.connect()
-            engine.ranks = key[-1]
         self._engines = dict([*self._engines.items(), (key, engine)][-MAX_PHASES:])
-        if self.last is not None:
-            engine.follow(self.last)
         self.last = engine
         return engine

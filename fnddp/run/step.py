@@ -130,7 +130,7 @@ class Step:
         self._is_ending = False  # on all ranks, before those ahead
         self.broken: BaseException | None = None
         self._failure: BaseException | None = None  # of this rank, while a later step ended: raised in this one
-        self._notices = notices
+        self.notices = notices
         self.found_nonfinite: Tensor | bool = False
         self.notice: Callable[[], bool] | None = None
         self.arrival: list[str] | None = None
@@ -326,7 +326,7 @@ class Step:
             CollectiveError: A collective failed, or on an accelerator a rank in this or the last step. Ranks may be
                 desynchronized.
         """
-        require_noticed(self._notices)
+        require_noticed(self.notices)
         self._require_unfailed()
         for step in self._open_ahead():
             step._go_ahead()

@@ -29,18 +29,28 @@ class WrappedParameters:
     others: frozenset[str]
 
     @classmethod
-    def of(cls, module: nn.Module, ignored: Collection[str], theirs: Collection[nn.Parameter]) -> "WrappedParameters":
+    def of(
+        cls,
+        module: nn.Module,
+        ignored: Collection[str],
+        theirs: Collection[nn.Parameter],
+        before: Collection[str] = (),
+    ) -> "WrappedParameters":
         """Return the parameters of `module`, but for names in `ignored`, and `theirs`, which wrapped parts synchronize.
+
+        Args:
+            before: Names of those that are synchronized so far: they are, though they may be frozen for a time.
 
         Raises:
             RuntimeError: No parameter requires a gradient.
         """
         named = {name: p for name, p in module.named_parameters() if name not in ignored}
-        if not any(p.requires_grad for p in named.values()):
+        trained = {name for name, p in named.items() if p.requires_grad or name in before}
+        if not trained:
             raise RuntimeError(f"{OWNER}: no parameter of the module requires a gradient; use it unwrapped")
         return cls(
-            parameters={name: p for name, p in named.items() if p.requires_grad and p not in theirs},
-            frozen={name: p for name, p in named.items() if not p.requires_grad},
+            parameters={name: p for name, p in named.items() if name in trained and p not in theirs},
+            frozen={name: p for name, p in named.items() if name not in trained},
             others=frozenset([*ignored, *(name for name, p in named.items() if p in theirs)]),
         )
 

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward, FastPath, WeakHook, accumulates, accumulates_in, executes, nodes_behind
+from fnddp.adapters.backward import (
+    Backward,
+    FastPath,
+    WeakHook,
+    accumulates,
+    accumulates_in,
+    as_trained,
+    executes,
+    nodes_behind,
+)
 from fnddp.adapters.module.outputs import tensors_in
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, WrappedParameters
@@ -97,29 +106,34 @@ class Steps:
     def use(
         self, engine: Engine, trained: WrappedParameters, sparse: Collection[nn.Parameter], world: Membership
     ) -> None:
-        """Run the steps of `engine` from now on, for the gradients of these parameters.
+        """Run the steps of `engine` from now on, for the gradients of these parameters; if it raises, nothing changes.
 
         Args:
             sparse: Parameters whose gradients are sparse in one dimension, on all ranks, used or not.
             world: The process group that steps are for.
         """
+        advance = weakref.WeakMethod(self._advance)
+        before_accumulation = self.needs_earlier_gradients or isinstance(engine.wire, Elastic)
+        hooks: list[Any] = []
+        try:
+            for name, position in engine.positions.items():
+                hook = self._fast.hook(position, WeakHook(self, Steps._accumulated, name), advance)
+                with as_trained(trained.parameters[name]) as parameter:
+                    hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                    if before_accumulation:
+                        hooks.append(parameter.register_hook(WeakHook(self, Steps._arrives, name)))
+        except BaseException:
+            for hook in hooks:
+                hook.remove()
+            raise
         self.detach()
-        self.engine, self.parameters, self._world = engine, trained.parameters, world
+        self.engine, self.parameters, self._world, self._hooks = engine, trained.parameters, world, hooks
         self.backward = Backward(engine, undo=self._undo, named=self._named)
         self.promises.begin()
         self._always_sparse = {name: 1 for name, parameter in self.parameters.items() if parameter in sparse}
         self._taken: _Taken | None = None  # of the open step
         # On an elastic wire: gradients and `unsynchronized` before the backwards that may not be committed.
         self._before: tuple[dict[str, Tensor], set[str]] | None = None
-        advance = weakref.WeakMethod(self._advance)
-        self._hooks = [
-            self.parameters[name].register_post_accumulate_grad_hook(
-                self._fast.hook(position, WeakHook(self, Steps._accumulated, name), advance)
-            )
-            for name, position in engine.positions.items()
-        ]
-        if self.needs_earlier_gradients or isinstance(engine.wire, Elastic):
-            self._hooks += [p.register_hook(WeakHook(self, Steps._arrives, n)) for n, p in self.parameters.items()]
 
     def detach(self) -> None:
         """Remove all hooks of parameters."""

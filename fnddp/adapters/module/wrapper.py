@@ -1,7 +1,8 @@
 """`DistributedDataParallel`: a wrapped module whose gradients are synchronized by a pipeline during backward."""
 
 import warnings
-from collections.abc import Generator, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from fnddp.adapters.torch_compat import arguments
 from fnddp.adapters.torch_compat.log import Log, environment, parameter_facts
 from fnddp.adapters.torch_compat.names import HookLocation, TorchNames, reducer, weighed_within_join
 from fnddp.core import state
-from fnddp.core.agreement import agree, description, fails_alike
+from fnddp.core.agreement import agree, agreed_state, description, fails_alike
 from fnddp.core.buckets import MB
 from fnddp.core.group import group_name
 from fnddp.core.parse import parse, pipeline_of
@@ -32,7 +33,7 @@ from fnddp.device import device_of
 from fnddp.plan.draft import Donation
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.choose import AUTO, automatic
-from fnddp.run.engine import Engine
+from fnddp.run.engine import Engine, Lane
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import Membership
@@ -216,7 +217,7 @@ class DistributedDataParallel(TorchNames):
     def _replace(self, sync: Sync | str, *, verify: bool) -> None:
         self._steps.settle()
         self._steps.require_same_world()
-        self._use(*self._agreed(sync, verify=verify))
+        self._use(*self._agreed(sync, verify=verify), self._trained, self._engine.lane)
 
     @property
     def _backward(self) -> Backward:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -338,28 +339,38 @@ class DistributedDataParallel(TorchNames):
         All ranks must call it if the state of the pipeline is in it: see `sync_state`.
 
         Raises:
-            RuntimeError: See `torch.nn.Module.load_state_dict`.
-            ValueError: The state of the pipeline in it, if any, is of another pipeline.
+            RankMismatchError: On all ranks, before anything is loaded: they disagree about the pipeline's state.
+            RuntimeError: See `torch.nn.Module.load_state_dict`. The pipeline's state is not loaded then.
+            ValueError: The state of the pipeline in it, if any, is of another pipeline. Nothing is loaded.
         """
         self._settle()
         if assign:
             self._steps.require_same_world()
         synced = {key.removeprefix(_SYNC_PREFIX): v for key, v in state_dict.items() if key.startswith(_SYNC_PREFIX)}
-        rest = {key: value for key, value in state_dict.items() if not key.startswith(_SYNC_PREFIX)}
-        if not set(rest) & set(super().state_dict()):
-            rest = {_PREFIX + key: value for key, value in rest.items()}
-        loaded = super().load_state_dict(rest, strict, assign)
-        if assign:  # the parameters are others now
-            self._trained = _trained(self.module, self.parameters_to_ignore)
-            before, promises = self._engine, dict(vars(self._promises))
-            self._use(self.sync, self.sync_state)
-            if self._engine.take_over_from(before):  # as on ranks that have not replaced their engine
-                vars(self._promises).update(promises)
-        pipeline = synced.pop(_PIPELINE, None)
-        if self._is_measured and pipeline is not None:
-            self._adopt(parse(pipeline))
+        rest: Any = OrderedDict((key, v) for key, v in state_dict.items() if not key.startswith(_SYNC_PREFIX))
+        rest._metadata = getattr(state_dict, "_metadata", OrderedDict())  # the versions of modules
+        text, sync, loaded_state = synced.pop(_PIPELINE, None), self.sync, None
+        if self._is_measured and text is not None:
+            sync = parse(text).over(self._group, unnamed_only=True)
         if synced:
-            self.sync_state = state.load_state_dict(self.sync_state, synced)
+            like = self.sync_state if sync is self.sync else sync.init(self._trained.gradients())
+            with device_of(self.device).selected():
+                read = partial(state.load_state_dict, like, synced)
+                loaded_state = agreed_state(sync, like, read, [self._group], self._wire)
+        known = super().state_dict().keys()
+        is_modules = any(_PREFIX + key in known for key in rest) or not all(key.startswith(_PREFIX) for key in rest)
+        target = self.module if is_modules and not known & rest.keys() else self
+        loaded = nn.Module.load_state_dict(target, rest, strict, assign)
+        if assign:  # the parameters are others now
+            before, promises = self._engine, dict(vars(self._promises))
+            trained = _trained(self.module, self.parameters_to_ignore, self._trained.parameters)
+            self._use(self.sync, self.sync_state, trained, before.lane)
+            if self._engine.learn_from(before):  # as on ranks that have not replaced their engine
+                vars(self._promises).update(promises)
+        if sync is not self.sync:
+            self._adopt(sync)
+        if synced:
+            self._engine.state = loaded_state
         return loaded
 
     # Forward
@@ -456,7 +467,7 @@ class DistributedDataParallel(TorchNames):
 
         if verify:
             with device_of(self.device).selected():
-                agree(begin, self._group, self._wire)
+                agree(begin, self._group, self._wire, call=f"{OWNER} with sync={sync!r}")
         else:
             begin()
         return made[-1]
@@ -465,13 +476,14 @@ class DistributedDataParallel(TorchNames):
         """Make what is neither copied nor pickled, and begin with `pipeline` in the state `initial`."""
         self._steps = self.steps_class(self._promises)
         self.reducer = reducer(self._steps)
-        self._use(pipeline, initial)
+        self._use(pipeline, initial, self._trained)
 
-    def _use(self, pipeline: Sync, initial: State) -> None:
-        self._slots = Slots(self.module, self._trained, OWNER, "wrap the module again")
+    def _use(self, pipeline: Sync, initial: State, trained: WrappedParameters, lane: Lane | None = None) -> None:
+        """Run `pipeline` from the state `initial` on; if it raises, nothing has changed."""
+        slots = Slots(self.module, trained, OWNER, "wrap the module again")
         engine = Engine(
             pipeline,
-            self._trained.leaves(),
+            trained.leaves(),
             state=initial,
             donation=Donation(gradients="yes", state=True),
             bucket_caps=self._bucket_caps,
@@ -479,11 +491,11 @@ class DistributedDataParallel(TorchNames):
             groups=[self._group],
             wire=self._wire,
             backend=self._backend,
+            lane=lane,
         )
         world = Membership(self._group, f"{OWNER}: the module was wrapped", "wrap the module again")
-        self._steps.use(engine, self._trained, sparse_parameters(self.module), world)
         flags = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-        self._log = self._steps.log = Log(
+        log = Log(
             {
                 "module_name": type(self.module).__name__,
                 "device_ids": ", ".join(map(str, self.device_ids or ())),
@@ -495,6 +507,8 @@ class DistributedDataParallel(TorchNames):
                 **parameter_facts(engine.leaves, self._bucket_caps),
             }
         )
+        self._steps.use(engine, trained, sparse_parameters(self.module), world)
+        self._trained, self._slots, self._log, self._steps.log = trained, slots, log, log
 
     def _remove_autograd_hooks(self) -> None:
         self._steps.detach()
@@ -520,13 +534,16 @@ class DistributedDataParallel(TorchNames):
 TorchDDP.register(DistributedDataParallel)
 
 
-def _trained(module: nn.Module, ignored: set[str]) -> WrappedParameters:
-    """Return the parameters to synchronize. Those of a wrapped part of the module are synchronized by that part."""
+def _trained(module: nn.Module, ignored: set[str], before: Collection[str] = ()) -> WrappedParameters:
+    """Return the parameters to synchronize: those that require a gradient, and those of the names `before`.
+
+    Those of a wrapped part of the module are synchronized by that part.
+    """
     for name, part in module.named_modules():
         if TorchDDP in type(part).__mro__:  # isinstance is also true of ours
             raise _shared_with_torch(f"the part {name!r} of the module" if name else "the module")
     theirs = {parameter for part in _parts(module) for parameter in part._trained.parameters.values()}  # pyright: ignore[reportPrivateUsage]
-    return WrappedParameters.of(module, ignored, theirs)
+    return WrappedParameters.of(module, ignored, theirs, before)
 
 
 def _parts(module: nn.Module) -> list[DistributedDataParallel]:

@@ -3,8 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from functools import partial, reduce
-from operator import attrgetter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +22,7 @@ from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.sync import Sync
 from fnddp.device import device_of
 from fnddp.reducers.all_reduce import allreduce
+from fnddp.run.engine import delegated
 from fnddp.run.vote import StepFailedError
 from fnddp.transforms.cast import fp16
 from fnddp.wire import control, groups
@@ -34,12 +34,6 @@ _BUILTIN_HOOKS: dict[Any, Sync] = {
     dist.BuiltinCommHookType.ALLREDUCE: allreduce,
     dist.BuiltinCommHookType.FP16_COMPRESS: fp16(allreduce),
 }
-
-
-def _delegated(path: str) -> Any:
-    """Return a property that reads and writes the attribute at a dotted `path`."""
-    *owner, name = path.split(".")
-    return property(attrgetter(path), lambda self, value: setattr(reduce(getattr, owner, self), name, value))
 
 
 def weighed_within_join() -> RuntimeError:
@@ -75,10 +69,10 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
     _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_private.set_params_and_buffers_to_ignore)
     _build_debug_param_to_name_mapping = torch_private.debug_names
 
-    static_graph = _delegated("_promises.static_graph")
-    skip_all_reduce_unused_params = _delegated("_promises.skips_unused")
-    broadcast_buffers = _delegated("forward_sync_buffers")
-    _engine: Any = _delegated("_steps.engine")
+    static_graph = delegated("_promises.static_graph")
+    skip_all_reduce_unused_params = delegated("_promises.skips_unused")
+    broadcast_buffers = delegated("forward_sync_buffers")
+    _engine: Any = delegated("_steps.engine")
 
     module: nn.Module
     device: torch.device

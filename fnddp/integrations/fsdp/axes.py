@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -59,8 +60,9 @@ class Compressed:
 
     @state.setter
     def state(self, state: Mapping[str, State]) -> None:
-        for name, handle in self._handles.items():
-            handle.state = state[name]
+        prepared = [handle.prepare_state(partial(state.__getitem__, name)) for name, handle in self._handles.items()]
+        for set_state in prepared:
+            set_state()
 
     def sync_checkpoint(self, saved_world_size: tuple[int, ...] | None = None) -> Checkpoints:
         """Return the state for torch.distributed.checkpoint: see `fnddp.integrations.checkpoint.save`.

@@ -1,6 +1,6 @@
 """Checkpoints of several pipelines of one model, as one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fnddp.adapters.checkpoint import Checkpoint
@@ -29,6 +29,11 @@ class Checkpoints(Checkpoint):
         for axis in self._axes:
             axis.adopt_pipeline(saved)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        for axis in self._axes:
-            axis.load_state_dict(state_dict)
+    def prepare(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        prepared = [axis.prepare(state_dict) for axis in self._axes]
+
+        def set_all() -> None:
+            for set_axis in prepared:
+                set_axis()
+
+        return set_all

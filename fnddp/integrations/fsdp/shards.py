@@ -1,6 +1,6 @@
 """Codecs on what the shards of FSDP2 send: its reduce-scatter of gradients and its all-gather of weights."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
@@ -11,10 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from fnddp import torch_private
 from fnddp.adapters.checkpoint import Checkpoint
-from fnddp.core.agreement import agree_on_state, agree_over, replicated
+from fnddp.core.agreement import agree_over, agreed_state, replicated
 from fnddp.core.group import Group, group_name
 from fnddp.core.parse import pipeline_of
-from fnddp.core.state import require_like
 from fnddp.core.sync import State, Sync
 from fnddp.integrations.fsdp.checkpoints import Checkpoints
 from fnddp.integrations.fsdp.plan import AxesPlan, axes_of
@@ -86,7 +85,16 @@ class Shards:
 
     @state.setter
     def state(self, state: State) -> None:
-        before, units = self.state, self._reductions.units
+        self.prepare_state(lambda: state)()
+
+    def prepare_state(self, read: Callable[[], State], names: Collection[str] | None = None) -> Callable[[], None]:
+        """Return a function that sets the state which `read` returns: see `HasPipeline.prepare_state`.
+
+        Args:
+            names: Groups of parameters, of which it is; None for all.
+        """
+        before = {name: held for name, held in self.state.items() if names is None or name in names}
+        units = self._reductions.units
         groups = dict.fromkeys(group for unit in units for group in unit.groups)
         within = {
             subject: unit.groups
@@ -94,10 +102,14 @@ class Shards:
             if unit.name in before
             for subject in replicated({unit.name: before[unit.name]})
         }
-        agree_on_state(self.sync, before, state, groups, within=within)
-        self._reductions.states = dict(require_like(repr(self.sync), state, before))
-        for unit in units:  # weights may have been loaded, too
-            unit.forget()
+        state = agreed_state(self.sync, before, read, groups, within=within)
+
+        def set_state() -> None:
+            self._reductions.states |= state
+            for unit in units:  # weights may have been loaded, too
+                unit.forget()
+
+        return set_state
 
     @property
     def sync_state(self) -> State:
@@ -175,9 +187,8 @@ class _OfMesh:
     def sync_state(self) -> State:
         return {name: state for name, state in self._shards.state.items() if name in self._names}
 
-    @sync_state.setter
-    def sync_state(self, state: State) -> None:
-        self._shards.state = {**self._shards.state, **state}
+    def prepare_state(self, read: Callable[[], State]) -> Callable[[], None]:
+        return self._shards.prepare_state(read, self._names)
 
 
 @contextmanager
