@@ -392,3 +392,19 @@ def test_an_error_of_a_codec_is_one_on_all_ranks(rank: int, hop: str):
     assert all(torch.equal(got, want) for got, want in zip(sharded.weights(), before, strict=True))
     with pytest.raises(RuntimeError, match="an earlier step failed"):
         sharded.muon.step()
+
+
+@on_ranks(2)
+def test_weights_that_are_swapped_for_an_evaluation_and_back_leave_no_trace(rank: int):
+    """Those of an average, which may be saved meanwhile: owners keep what they have not sent yet."""
+    sharded, undisturbed = Sharded(*FEW_BITS), Sharded(*FEW_BITS)
+    for step in range(3):
+        for each in (sharded, undisturbed):
+            each.step(rank, step)
+        held = {name: p.clone() for name, p in sharded.net.state_dict().items()}
+        sharded.net.load_state_dict({name: p * 0.5 for name, p in held.items()})
+        halves = sharded.matrices.optimizer_state_dict()["weights"]
+        assert torch.equal(halves["0.weight"], sharded.net[0].weight.full_tensor())
+        sharded.net.load_state_dict(held)
+    for got, want in zip(sharded.weights(), undisturbed.weights(), strict=True):
+        assert torch.equal(got, want)

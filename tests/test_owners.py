@@ -1163,3 +1163,35 @@ def test_a_checkpoint_has_what_was_written_since_the_last_step(rank: int, throug
     for each in (owned, again):
         each.step(rank, 1, True)
     require_equal(again.net, owned.net)
+
+
+SWAPS: dict[str, Any] = {
+    "copy_": lambda net, other: [p.copy_(q) for p, q in zip(net.parameters(), other.values(), strict=True)],
+    "data": lambda net, other: [setattr(p, "data", q) for p, q in zip(net.parameters(), other.values(), strict=True)],
+    "load_state_dict": lambda net, other: net.load_state_dict(other),
+}
+
+
+@pytest.mark.parametrize("swap", [*SWAPS])
+@HOPS
+@on_ranks(2)
+def test_weights_that_are_swapped_for_an_evaluation_and_back_leave_no_trace(
+    rank: int, hops: dict[str, str], swap: str, tmp_path: Path
+):
+    """Those of an average, which may be saved meanwhile: owners keep what they have not sent yet."""
+    owned, undisturbed = Owned(hops), Owned(hops)
+    average = torch.optim.swa_utils.AveragedModel(owned.net)
+    for step in range(4):
+        for each in (owned, undisturbed):
+            each.step(rank, step, True)
+        average.update_parameters(owned.net)
+        with torch.no_grad():
+            held = weights(owned.net)
+            SWAPS[swap](owned.net, weights(average.module))
+            owned.net(batch(rank, 9))
+            saved = owned.model.optimizer_state_dict()["weights"]
+            save(tmp_path, owned.model, owned.optimizers)
+            SWAPS[swap](owned.net, held)
+        for name, p in average.module.named_parameters():
+            assert step == 0 or name not in saved or torch.equal(saved[name], p), name
+        require_equal(owned.net, undisturbed.net)

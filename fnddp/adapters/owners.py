@@ -395,10 +395,10 @@ class OwnerDataParallel(DistributedDataParallel):
         self.require_consistent()
         mine: dict[str, Any] = {}
         for each in self._sharded:
-            each.follow()
+            weights_of = {**each.own, **each.written()}
             for name, p in each.own.items():
                 state = dict(each.optimizer.state.get(p, {}))
-                mine[name] = on_cpu(state), on_cpu({"": p} if each.is_apart else {})
+                mine[name] = on_cpu(state), on_cpu({"": weights_of[name]} if each.is_apart else {})
         everyone = control.all_gather_object(mine, self._group)
         state: dict[str, Any] = {}
         weights: dict[str, Any] = {}
@@ -527,14 +527,14 @@ class OptimizerCheckpoint:
         model.require_consistent()
         saved: dict[str, Any] = {}
         for each in model._sharded:  # pyright: ignore[reportPrivateUsage]
-            each.follow()
+            weights_of = {**each.own, **each.written()}
             with nullcontext() if each.optimizer in self.stepped else each.filled():
                 state_of = {name: dict(each.optimizer.state.get(p, {})) for name, p in each.own.items()}
             for name, p in each.own.items():
                 of_leaf = {} if name in self.left_out else state_of[name]
                 entries = {f"{STATE}{name}.{key}": value for key, value in of_leaf.items()}
                 if each.is_apart:
-                    entries[f"{WEIGHTS}{name}"] = p.detach()
+                    entries[f"{WEIGHTS}{name}"] = weights_of[name].detach()
                 saved |= {key: self._global(each, name, p, value) for key, value in entries.items()}
         for i, each in enumerate(model._sharded):  # pyright: ignore[reportPrivateUsage]
             saved |= {f"{CODECS}{i}.{key}": value for key, value in of_state(each.engine.state).items()}
@@ -609,7 +609,8 @@ def own(
             rest. Together they have all parameters that require a gradient. A state that it has already is divided.
         gradients: `two_shot` with codecs around it, and `error_feedback` around these, or its text.
         weights: `allgather` with codecs around it, and `ef21` around these: differences to what all ranks have. With
-            codecs the owner keeps the exact weights of its leaves in memory of its own.
+            codecs the owner keeps the exact weights of its leaves in memory of its own, and a copy of what the model
+            had of them after the last step, to see what is written there.
         process_group: The ranks; None for the default group.
         master_dtype: The dtype of owners' weights, such as `torch.float32` for a model in bfloat16; None for that of
             the model.

@@ -20,7 +20,7 @@ from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.state import describe, on_cpu
 from fnddp.core.sync import Sync
-from fnddp.core.tree import Leaves
+from fnddp.core.tree import Leaves, changed
 from fnddp.integrations.fsdp.unit import layers_of, require_codecs
 from fnddp.reducers.carriers import allgather
 from fnddp.reducers.halves import OwnerRows, Owners, to_all
@@ -155,7 +155,7 @@ class Matrices:
                 f"own_matrices: {replaced[0]!r} is another parameter of the model now, which the optimizer does not "
                 "have; load_state_dict without assign=True, or make the optimizer and call own_matrices after it"
             )
-        self._follow()
+        self._gather(self._written())
         self._tell, self._course, done = self._fail, self._exchanges(), None
         for names in self._course:
             self._raise_kept()
@@ -192,12 +192,11 @@ class Matrices:
                     shard.copy_(self._noted[name])
             raise
 
-    def _follow(self) -> None:
-        """Take over what has been written to shards since the last step. All ranks call it."""
-        differs = torch.stack([(shard != self._noted[name]).any() for name, shard in self._held().items()]).tolist()
-        changed = [name for name, is_changed in zip(self._parameters, differs, strict=True) if is_changed]
+    def _written(self) -> list[str]:
+        """Return the matrices whose shards some rank has not as the last step left them. All ranks call it."""
+        written = changed(self._held(), self._noted)
         self._tell = None
-        self._gather(self._agree("refused to begin, and nothing has changed", changed))
+        return self._agree("refused to begin, and nothing has changed", written)
 
     def _raise_kept(self) -> None:
         if self._kept is not None:
@@ -364,11 +363,11 @@ class Matrices:
                 "own_matrices: an earlier step failed, in which some owners have updated the optimizer's state: it is "
                 "of two steps and no checkpoint; restart from one of before"
             ) from self._failure
-        self._follow()
+        weights = self._own | {name: self._whole(name, self._parameters[name]) for name in self._written()}
         mine: dict[str, Any] = {}
-        for name, own in self._own.items():
+        for name in self._own:
             state = self.optimizer.state.get(self._parameters[name], {})
-            mine[name] = {"state": on_cpu(state), "weights": on_cpu({"": own})[""] if self._weights else None}
+            mine[name] = {"state": on_cpu(state), "weights": on_cpu({"": weights[name]})[""] if self._weights else None}
         everyone = {name: of for held in control.all_gather_object(mine, self._group) for name, of in held.items()}
         name_of = {id(p): name for name, p in self._parameters.items()}
         groups: list[dict[str, Any]] = []
