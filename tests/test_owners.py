@@ -7,6 +7,7 @@ import copy
 import os
 import signal
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -1195,3 +1196,73 @@ def test_weights_that_are_swapped_for_an_evaluation_and_back_leave_no_trace(
         for name, p in average.module.named_parameters():
             assert step == 0 or name not in saved or torch.equal(saved[name], p), name
         require_equal(owned.net, undisturbed.net)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize(
+    "file", ["first rank's", "of each rank", "of a run without owners", "of one rank that owns all"]
+)
+@on_ranks(2)
+def test_a_state_that_was_loaded_before_own_is_that_of_the_rank_or_an_error(rank: int, file: str, cut: bool):
+    """Indices of parameters are the same on all ranks, so that of another rank would train on."""
+    first = Everywhere() if "without" in file else Owned(EXACT, cut=cut)
+    if "owns all" in file:
+        alone = [dist.new_group([r]) for r in range(2)][rank]
+        first = Owned(EXACT, process_group=alone)
+    for step in range(2):
+        first.step(0 if "owns all" in file else rank, step, True)
+    saved: list[Any] = [[each.state_dict() for each in first.optimizers]]
+    if file == "first rank's":
+        dist.broadcast_object_list(saved)
+    again = object.__new__(Owned)
+    again.net = copy.deepcopy(first.net)
+    again.optimizers = optimizers(again.net)
+    for optimizer, state in zip(again.optimizers, copy.deepcopy(saved[0]), strict=True):
+        optimizer.load_state_dict(state)
+    if file == "first rank's":
+        with pytest.raises((ValueError, RankMismatchError), match=r"own: this state of Muon is that of the leaves '"):
+            fnddp.own(again.net, again.optimizers, cut=cut)
+        return
+    again.model = fnddp.own(again.net, again.optimizers, cut=cut)
+    if "owns all" in file:
+        assert "owned" not in again.optimizers[0].param_groups[0]
+        return
+    for each in (first, again):
+        each.step(rank, 2, True)
+    require_equal(again.net, first.net)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon])
+@on_ranks(2)
+def test_an_optimizer_without_owners_fails_with_what_one_rank_owned(rank: int, kind: Any, tmp_path: Path):
+    """It would begin anew what is missing."""
+    made = [nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3))) for _ in range(2)]
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    first, second = (kind(each.parameters(), **options) for each in made)
+    fnddp.own(made[0], first)(torch.ones(2, 6)).sum().backward()
+    first.step()
+    second.load_state_dict(first.state_dict())
+    model = fnddp.DistributedDataParallel(made[1])
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match="size|shape"):
+        second.step()
+    with pytest.raises(ValueError, match=r"has loaded what one rank of fnddp.own had.*make it anew"):
+        save(tmp_path, model, second)
+
+
+@on_ranks(2)
+def test_a_state_of_other_shapes_is_an_error_before_it_is_used(rank: int):
+    """torch compares none, so a step would fail, or broadcast."""
+    model, other = nn.Linear(4, 3), nn.Linear(5, 3)
+    mine, theirs = (torch.optim.AdamW(each.parameters()) for each in (model, other))
+    other(torch.ones(2, 5)).sum().backward()
+    theirs.step()
+    mine.load_state_dict(theirs.state_dict())
+    with pytest.raises(ValueError, match=r"'exp_avg' of 'weight' in the state of AdamW is float32\[3, 5\].*\[3, 4\]"):
+        fnddp.own(model, mine)
+    mine.state.clear()
+    owned = fnddp.own(model, mine)
+    with (
+        pytest.raises(ValueError, match="'exp_avg' of 'weight'") if "weight" in owned._sharded[0].own else nullcontext()
+    ):
+        mine.load_state_dict(theirs.state_dict())

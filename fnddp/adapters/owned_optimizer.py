@@ -16,7 +16,7 @@ from fnddp.plan.draft import Donation
 from fnddp.reducers.carriers import all_gather
 from fnddp.reducers.halves import Owners, to_all, with_halves
 from fnddp.run.engine import Engine
-from fnddp.run.hops import codecs_of, mark_states
+from fnddp.run.hops import codecs_of, mark_states, require_same_parameters
 from fnddp.torch_private import without_step_hooks
 from fnddp.transforms.memory import ef21
 
@@ -93,13 +93,11 @@ class OwnedOptimizer:
         places = {**self.own, **self.others}
         for each in optimizer.param_groups:
             each["params"] = [places.get(before.get(id(p), ""), p) for p in each["params"]]
-        mark_states("own", optimizer, {name: self.owners.rows(name, self.rank) for name in self.own})
+        mark_states("own", optimizer, self.owners, self.rank, places)
         optimizer.register_load_state_dict_post_hook(self._divide_loaded)
 
     def _divide_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep what this rank owns of a state that `optimizer.load_state_dict` has loaded, such as a whole one."""
-        for p in (*self.parameters.values(), *self.others.values()):
-            optimizer.state.pop(p, None)
         for name, p in self.own.items():
             state = optimizer.state.get(p, {})
             state.update({key: self.own_part(name, value) for key, value in state.items()})
@@ -111,6 +109,11 @@ class OwnedOptimizer:
         is_whole = value.shape == self.owners.shape(name)
         return (self.owners.own(name, value, self.rank) if is_whole else value).clone()
 
+    def require_same_parameters(self) -> None:
+        """Raise a RuntimeError if the optimizer has new parameters."""
+        known = *self.own.values(), *self.others.values(), *self.parameters.values()
+        require_same_parameters("own", self.optimizer, known)
+
     def check(self) -> None:
         """Follow the model's parameters; see `follow`.
 
@@ -118,14 +121,7 @@ class OwnedOptimizer:
             RuntimeError: A gradient was never synchronized, or the optimizer has new parameters.
         """
         self.follow_cleared()
-        mine = {id(p) for p in (*self.own.values(), *self.others.values(), *self.parameters.values())}
-        for each in self.optimizer.param_groups:
-            for p in each["params"]:
-                if p.requires_grad and id(p) not in mine:
-                    raise RuntimeError(
-                        f"own: {type(self.optimizer).__name__} has got a parameter of shape {tuple(p.shape)} since the "
-                        "model was wrapped, which has no owner; add it before"
-                    )
+        self.require_same_parameters()
         for name, p in self.parameters.items():
             if (p.grad.added if isinstance(p.grad, OwnedGradient) else p.grad) is not None:
                 raise RuntimeError(
