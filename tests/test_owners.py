@@ -1266,3 +1266,32 @@ def test_a_state_of_other_shapes_is_an_error_before_it_is_used(rank: int):
         pytest.raises(ValueError, match="'exp_avg' of 'weight'") if "weight" in owned._sharded[0].own else nullcontext()
     ):
         mine.load_state_dict(theirs.state_dict())
+
+
+@on_ranks(2)
+def test_clipping_of_lists_is_that_of_each(rank: int):
+    """Also where a list has gradients that every rank has."""
+    owned, every = Owned(EXACT, cut=False), Everywhere()
+    extra = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for clip in (
+        lambda params: torch.nn.utils.clip_grad_norm_(params, 0.1, foreach=True),
+        lambda params: torch.nn.utils.clip_grad_norm_(params, 0.1, torch.inf, foreach=True),
+        lambda params: torch.nn.utils.clip_grad_value_(params, 1e-3, foreach=True),
+        lambda params: torch._foreach_zero_([p.grad for p in params]),
+    ):
+        for each, p in zip((owned, every), extra, strict=True):
+            p.grad = torch.ones(3)
+            loss_of(each.model(batch(rank, 0), True)).backward()
+        norms: list[Tensor] = []
+        for each, p in zip((owned, every), extra, strict=True):
+            clip([*each.net.parameters(), p])
+            norms.append(torch.nn.utils.get_total_norm([q.grad for q in (*each.net.parameters(), p)], foreach=True))
+        torch.testing.assert_close(*norms)
+        assert torch.allclose(extra[0].grad, extra[1].grad, rtol=1e-6)
+        for each in (owned, every):
+            each.update()
+        for name, p in owned.net.named_parameters():
+            torch.testing.assert_close(p, every.net.get_parameter(name), msg=name)
+    loss_of(owned.model(batch(rank, 0))).backward()
+    with pytest.raises(RuntimeError, match=r"_foreach_add_.*cannot have that of 'embed.weight'"):
+        torch._foreach_add_([p.grad for p in owned.net.parameters() if p.grad is not None], 1.0)
