@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import fnddp
@@ -392,3 +393,88 @@ def test_an_error_of_a_codec_is_one_on_all_ranks(rank: int, hop: str):
     assert all(torch.equal(got, want) for got, want in zip(sharded.weights(), before, strict=True))
     with pytest.raises(RuntimeError, match="an earlier step failed"):
         sharded.muon.step()
+
+
+@on_ranks(2)
+def test_weights_that_are_swapped_for_an_evaluation_and_back_leave_no_trace(rank: int):
+    """Those of an average, which may be saved meanwhile: owners keep what they have not sent yet."""
+    sharded, undisturbed = Sharded(*FEW_BITS), Sharded(*FEW_BITS)
+    for step in range(3):
+        for each in (sharded, undisturbed):
+            each.step(rank, step)
+        held = {name: p.clone() for name, p in sharded.net.state_dict().items()}
+        sharded.net.load_state_dict({name: p * 0.5 for name, p in held.items()})
+        halves = sharded.matrices.optimizer_state_dict()["weights"]
+        assert torch.equal(halves["0.weight"], sharded.net[0].weight.full_tensor())
+        sharded.net.load_state_dict(held)
+    for got, want in zip(sharded.weights(), undisturbed.weights(), strict=True):
+        assert torch.equal(got, want)
+
+
+@on_ranks(2)
+def test_what_own_refuses_is_refused_for_matrices(rank: int, tmp_path: Path):
+    sharded = Sharded()
+    for other, error, text in (
+        (sharded.muon, TypeError, "has owners already"),
+        (torch.optim.LBFGS([sharded.net[0].weight]), TypeError, "LBFGS evaluates a closure"),
+        (torch.optim.Muon([sharded.net[2].weight], lr=0.1 + rank), fnddp.RankMismatchError, "rates of Muon"),
+    ):
+        with pytest.raises(error, match=text):
+            own_matrices(sharded.net, other)
+    with pytest.raises(TypeError, match="own_matrices: weights=.*without an average"):
+        own_matrices(sharded.net, muon_of(sharded.net), weights="ef21(quantize(allgather), eta=0.5)")
+    saved = sharded.matrices.optimizer_state_dict()
+    saved["param_groups"][0]["params"] = ["0.weight"]
+    with pytest.raises(ValueError, match="have other names"):
+        sharded.matrices.load_optimizer_state_dict(saved)
+    sharded.step(rank, 0)
+    added = fully_shard(nn.Linear(3, 3, bias=False), mesh=meshes(2, names="shard"))
+    sharded.muon.add_param_group({"params": list(added.parameters())})
+    sharded.backward(rank, 1)
+    before = sharded.weights()
+    for use in (sharded.muon.step, sharded.matrices.optimizer_state_dict):
+        with pytest.raises(RuntimeError, match=r"own_matrices: Muon has got a parameter of shape \(3, 3\)"):
+            use()
+    assert all(torch.equal(got, want) for got, want in zip(sharded.weights(), before, strict=True))
+
+
+@on_ranks(2)
+def test_a_state_of_shards_loads_by_name(rank: int):
+    """That of torch, of a run without owners. The optimizer's own method would give an owner its shard."""
+
+    class Momentum(torch.optim.SGD):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__([p for p in model.parameters() if p.ndim == 2], lr=0.1, momentum=0.9)
+
+    whole, owned = Sharded(muon=Momentum, wraps=False), Sharded(muon=Momentum)
+    for step in range(2):
+        whole.step(rank, step)
+    owned.net.load_state_dict({name: p.clone() for name, p in whole.net.state_dict().items()})
+    owned.matrices.load_optimizer_state_dict(get_optimizer_state_dict(whole.net, whole.muon))
+    for each in (whole, owned):
+        each.step(rank, 2)
+    for got, want in zip(owned.weights(), whole.weights(), strict=True):
+        assert torch.equal(got, want)
+    torchs = Sharded()
+    saved = copy.deepcopy(muon_of(torchs.net).state_dict())
+    saved["state"] = {i: {"momentum_buffer": p.detach()} for i, p in enumerate(torchs.muon.param_groups[0]["params"])}
+    with pytest.raises(ValueError, match=r"own_matrices: 'momentum_buffer' of '.*load_optimizer_state_dict"):
+        torchs.muon.load_state_dict(saved)
+
+
+@on_ranks(2)
+def test_ranks_that_step_optimizers_in_another_order_are_told_before_anything_changes(rank: int):
+    """Whatever the numbers of their matrices."""
+    sharded = Sharded(wraps=False)
+    first, second = (torch.optim.Muon([sharded.net[i].weight for i in of], lr=0.02) for of in ((0, 2), (4,)))
+    for each in (first, second):
+        own_matrices(sharded.net, each)
+    sharded.backward(rank, 0)
+    before = sharded.weights()
+    with pytest.raises(RuntimeError, match="step another optimizer"):
+        (second if rank else first).step()
+    assert all(torch.equal(got, want) for got, want in zip(sharded.weights(), before, strict=True))
+    for each in (first, second):
+        each.step()
+    for got, want in zip(sharded.weights(), reference(rank, 1), strict=True):
+        assert torch.equal(got, want)

@@ -7,6 +7,7 @@ import copy
 import os
 import signal
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -1162,3 +1163,134 @@ def test_a_checkpoint_has_what_was_written_since_the_last_step(rank: int, throug
     for each in (owned, again):
         each.step(rank, 1, True)
     require_equal(again.net, owned.net)
+
+
+SWAPS: dict[str, Any] = {
+    "copy_": lambda net, other: [p.copy_(q) for p, q in zip(net.parameters(), other.values(), strict=True)],
+    "data": lambda net, other: [setattr(p, "data", q) for p, q in zip(net.parameters(), other.values(), strict=True)],
+    "load_state_dict": lambda net, other: net.load_state_dict(other),
+}
+
+
+@pytest.mark.parametrize("swap", [*SWAPS])
+@HOPS
+@on_ranks(2)
+def test_weights_that_are_swapped_for_an_evaluation_and_back_leave_no_trace(
+    rank: int, hops: dict[str, str], swap: str, tmp_path: Path
+):
+    """Those of an average, which may be saved meanwhile: owners keep what they have not sent yet."""
+    owned, undisturbed = Owned(hops), Owned(hops)
+    average = torch.optim.swa_utils.AveragedModel(owned.net)
+    for step in range(4):
+        for each in (owned, undisturbed):
+            each.step(rank, step, True)
+        average.update_parameters(owned.net)
+        with torch.no_grad():
+            held = weights(owned.net)
+            SWAPS[swap](owned.net, weights(average.module))
+            owned.net(batch(rank, 9))
+            saved = owned.model.optimizer_state_dict()["weights"]
+            save(tmp_path, owned.model, owned.optimizers)
+            SWAPS[swap](owned.net, held)
+        for name, p in average.module.named_parameters():
+            assert step == 0 or name not in saved or torch.equal(saved[name], p), name
+        require_equal(owned.net, undisturbed.net)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize(
+    "file", ["first rank's", "of each rank", "of a run without owners", "of one rank that owns all"]
+)
+@on_ranks(2)
+def test_a_state_that_was_loaded_before_own_is_that_of_the_rank_or_an_error(rank: int, file: str, cut: bool):
+    """Indices of parameters are the same on all ranks, so that of another rank would train on."""
+    first = Everywhere() if "without" in file else Owned(EXACT, cut=cut)
+    if "owns all" in file:
+        alone = [dist.new_group([r]) for r in range(2)][rank]
+        first = Owned(EXACT, process_group=alone)
+    for step in range(2):
+        first.step(0 if "owns all" in file else rank, step, True)
+    saved: list[Any] = [[each.state_dict() for each in first.optimizers]]
+    if file == "first rank's":
+        dist.broadcast_object_list(saved)
+    again = object.__new__(Owned)
+    again.net = copy.deepcopy(first.net)
+    again.optimizers = optimizers(again.net)
+    for optimizer, state in zip(again.optimizers, copy.deepcopy(saved[0]), strict=True):
+        optimizer.load_state_dict(state)
+    if file == "first rank's":
+        with pytest.raises((ValueError, RankMismatchError), match=r"own: this state of Muon is that of the leaves '"):
+            fnddp.own(again.net, again.optimizers, cut=cut)
+        return
+    again.model = fnddp.own(again.net, again.optimizers, cut=cut)
+    if "owns all" in file:
+        assert "owned" not in again.optimizers[0].param_groups[0]
+        return
+    for each in (first, again):
+        each.step(rank, 2, True)
+    require_equal(again.net, first.net)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon])
+@on_ranks(2)
+def test_an_optimizer_without_owners_fails_with_what_one_rank_owned(rank: int, kind: Any, tmp_path: Path):
+    """It would begin anew what is missing."""
+    made = [nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3))) for _ in range(2)]
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    first, second = (kind(each.parameters(), **options) for each in made)
+    fnddp.own(made[0], first)(torch.ones(2, 6)).sum().backward()
+    first.step()
+    second.load_state_dict(first.state_dict())
+    model = fnddp.DistributedDataParallel(made[1])
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match="size|shape"):
+        second.step()
+    with pytest.raises(ValueError, match=r"has loaded what one rank of fnddp.own had.*make it anew"):
+        save(tmp_path, model, second)
+
+
+@on_ranks(2)
+def test_a_state_of_other_shapes_is_an_error_before_it_is_used(rank: int):
+    """torch compares none, so a step would fail, or broadcast."""
+    model, other = nn.Linear(4, 3), nn.Linear(5, 3)
+    mine, theirs = (torch.optim.AdamW(each.parameters()) for each in (model, other))
+    other(torch.ones(2, 5)).sum().backward()
+    theirs.step()
+    mine.load_state_dict(theirs.state_dict())
+    with pytest.raises(ValueError, match=r"'exp_avg' of 'weight' in the state of AdamW is float32\[3, 5\].*\[3, 4\]"):
+        fnddp.own(model, mine)
+    mine.state.clear()
+    owned = fnddp.own(model, mine)
+    with (
+        pytest.raises(ValueError, match="'exp_avg' of 'weight'") if "weight" in owned._sharded[0].own else nullcontext()
+    ):
+        mine.load_state_dict(theirs.state_dict())
+
+
+@on_ranks(2)
+def test_clipping_of_lists_is_that_of_each(rank: int):
+    """Also where a list has gradients that every rank has."""
+    owned, every = Owned(EXACT, cut=False), Everywhere()
+    extra = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for clip in (
+        lambda params: torch.nn.utils.clip_grad_norm_(params, 0.1, foreach=True),
+        lambda params: torch.nn.utils.clip_grad_norm_(params, 0.1, torch.inf, foreach=True),
+        lambda params: torch.nn.utils.clip_grad_value_(params, 1e-3, foreach=True),
+        lambda params: torch._foreach_zero_([p.grad for p in params]),
+    ):
+        for each, p in zip((owned, every), extra, strict=True):
+            p.grad = torch.ones(3)
+            loss_of(each.model(batch(rank, 0), True)).backward()
+        norms: list[Tensor] = []
+        for each, p in zip((owned, every), extra, strict=True):
+            clip([*each.net.parameters(), p])
+            norms.append(torch.nn.utils.get_total_norm([q.grad for q in (*each.net.parameters(), p)], foreach=True))
+        torch.testing.assert_close(*norms)
+        assert torch.allclose(extra[0].grad, extra[1].grad, rtol=1e-6)
+        for each in (owned, every):
+            each.update()
+        for name, p in owned.net.named_parameters():
+            torch.testing.assert_close(p, every.net.get_parameter(name), msg=name)
+    loss_of(owned.model(batch(rank, 0))).backward()
+    with pytest.raises(RuntimeError, match=r"_foreach_add_.*cannot have that of 'embed.weight'"):
+        torch._foreach_add_([p.grad for p in owned.net.parameters() if p.grad is not None], 1.0)

@@ -18,6 +18,15 @@ _SCALING = {
     aten.zero_.default,
     *(aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default, aten.nan_to_num_.default),
 }
+_EACH = {
+    aten._foreach_norm.Scalar: aten.linalg_vector_norm.default,
+    **{getattr(aten, f"_foreach_{op}_").Tensor: getattr(aten, f"{op}_").Tensor for op in ("mul", "div")},
+    **{getattr(aten, f"_foreach_{op}_").Scalar: getattr(aten, f"{op}_").Scalar for op in ("mul", "div")},
+    aten._foreach_zero_.default: aten.zero_.default,
+    aten._foreach_clamp_min_.Scalar: aten.clamp_min_.default,
+    aten._foreach_clamp_max_.Scalar: aten.clamp_max_.default,
+}
+"""What operations on lists, such as those of clipping with `foreach=True`, do with each tensor."""
 
 
 class Owned(Protocol):
@@ -60,6 +69,9 @@ class OwnedGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self, *others = args
+        if func in _EACH and not kwargs:
+            done = [_EACH[func](each, *others) for each in self]
+            return done if func is aten._foreach_norm.Scalar else None
         owned = self.owned() if isinstance(self, cls) else None
         if func is aten.detach.default:
             return self
@@ -82,7 +94,7 @@ class OwnedGradient(Tensor):
                 func(self.added, *others, **(kwargs or {}))
             owned.change_gradient(self.path, lambda mine: func(mine, *others, **(kwargs or {})), clears=clears)
             return self
-        names = [each.path for each in args if isinstance(each, cls)]
+        names = [each.path for each in optree.tree_leaves(args) if isinstance(each, cls)]  # pyright: ignore
         what = f"that of {names[0]!r}" if names else "one"
         raise RuntimeError(  # of a TypeError Python makes "unsupported operand"
             f"own: gradients are at the ranks that own them, so {func} cannot have {what}. Norms, clipping (as in "

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from fnddp.adapters.owned_gradient import OwnedGradient
 from fnddp.core import collectives
 from fnddp.core.sync import Sync
-from fnddp.core.tree import Leaves
+from fnddp.core.tree import Leaves, changed
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
 from fnddp.reducers.carriers import all_gather
 from fnddp.reducers.halves import Owners, to_all, with_halves
 from fnddp.run.engine import Engine
-from fnddp.run.hops import codecs_of, mark_states
+from fnddp.run.hops import codecs_of, mark_states, require_same_parameters
 from fnddp.torch_private import without_step_hooks
 from fnddp.transforms.memory import ef21
 
@@ -52,7 +52,7 @@ class OwnedOptimizer:
         self.others: dict[str, nn.Parameter] = {}
         self.stand_ins: dict[str, OwnedGradient] = {}
         self.cleared: set[str] = set()  # leaves of other ranks whose gradients have been set to zero
-        self._versions: dict[str, int] = {}
+        self._seen: Leaves = {}  # what the model had of them after the last step, where owners have more
         self._take(dtype)
         sync = with_halves(codecs, to_all(owners=owners)).over(group, unnamed_only=True)
         like = {name: self._sent_like(name, device="meta") for name in self.parameters}
@@ -78,27 +78,26 @@ class OwnedOptimizer:
         optimizer, before = self.optimizer, {id(p): name for name, p in self.parameters.items()}
         self._dtypes = {name: dtype or p.dtype for name, p in self.parameters.items()}
         for name, p in self.parameters.items():
-            rows = self.owners.own(name, p.detach(), self.rank)
+            rows = self._rows(name)
             if rows.numel():
                 memory = rows.to(self._dtypes[name], copy=True) if self.is_apart else rows
                 self.own[name] = nn.Parameter(memory)
+                if self.is_apart:
+                    self._seen[name] = rows.clone()
             state = optimizer.state.pop(p, None)
             if state and name in self.own:
                 optimizer.state[self.own[name]] = {key: self.own_part(name, value) for key, value in state.items()}
-            self._versions[name] = p._version
         for name, p in self.parameters.items():
             if name not in self.own:
                 self.others[name] = nn.Parameter(torch.zeros((1,) * p.ndim, dtype=self._dtypes[name], device=p.device))
         places = {**self.own, **self.others}
         for each in optimizer.param_groups:
             each["params"] = [places.get(before.get(id(p), ""), p) for p in each["params"]]
-        mark_states("own", optimizer, {name: self.owners.rows(name, self.rank) for name in self.own})
+        mark_states("own", optimizer, self.owners, self.rank, places)
         optimizer.register_load_state_dict_post_hook(self._divide_loaded)
 
     def _divide_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep what this rank owns of a state that `optimizer.load_state_dict` has loaded, such as a whole one."""
-        for p in (*self.parameters.values(), *self.others.values()):
-            optimizer.state.pop(p, None)
         for name, p in self.own.items():
             state = optimizer.state.get(p, {})
             state.update({key: self.own_part(name, value) for key, value in state.items()})
@@ -110,6 +109,11 @@ class OwnedOptimizer:
         is_whole = value.shape == self.owners.shape(name)
         return (self.owners.own(name, value, self.rank) if is_whole else value).clone()
 
+    def require_same_parameters(self) -> None:
+        """Raise a RuntimeError if the optimizer has new parameters."""
+        known = *self.own.values(), *self.others.values(), *self.parameters.values()
+        require_same_parameters("own", self.optimizer, known)
+
     def check(self) -> None:
         """Follow the model's parameters; see `follow`.
 
@@ -117,14 +121,7 @@ class OwnedOptimizer:
             RuntimeError: A gradient was never synchronized, or the optimizer has new parameters.
         """
         self.follow_cleared()
-        mine = {id(p) for p in (*self.own.values(), *self.others.values(), *self.parameters.values())}
-        for each in self.optimizer.param_groups:
-            for p in each["params"]:
-                if p.requires_grad and id(p) not in mine:
-                    raise RuntimeError(
-                        f"own: {type(self.optimizer).__name__} has got a parameter of shape {tuple(p.shape)} since the "
-                        "model was wrapped, which has no owner; add it before"
-                    )
+        self.require_same_parameters()
         for name, p in self.parameters.items():
             if (p.grad.added if isinstance(p.grad, OwnedGradient) else p.grad) is not None:
                 raise RuntimeError(
@@ -133,17 +130,25 @@ class OwnedOptimizer:
                 )
         self.follow()
 
+    def _rows(self, name: str) -> Tensor:
+        return self.owners.own(name, self.parameters[name].detach(), self.rank)
+
+    def written(self) -> Leaves:
+        """Return the new weights, where owners have more than the model and its values are not those of the last step.
+
+        Values count: an evaluation swaps the weights of an average in, and those of training in again.
+        """
+        rows = {name: self._rows(name) for name in self._seen}
+        return {name: rows[name].to(self._dtypes[name], copy=True) for name in changed(rows, self._seen)}
+
     def follow(self) -> None:
         """Take over what has been written to the model's parameters since the last step, or loaded into them."""
         for name, own in self.own.items():
-            p = self.parameters[name]
-            rows = self.owners.own(name, p.detach(), self.rank)
-            if not self.is_apart:
-                if own.data_ptr() != rows.data_ptr():  # .data is another tensor now
-                    own.data = rows
-            elif p._version != self._versions[name]:
-                own.detach().copy_(rows)
-                self._versions[name] = p._version
+            if not self.is_apart and own.data_ptr() != (rows := self._rows(name)).data_ptr():
+                own.data = rows  # .data of the model's is another tensor now
+        for name, weights in self.written().items():
+            self.own[name].detach().copy_(weights)
+            self._seen[name].copy_(weights)
 
     def follow_cleared(self) -> None:
         """Clear the gradients whose stand-ins are gone, as by `zero_grad` of the module."""
@@ -191,7 +196,7 @@ class OwnedOptimizer:
                 continue
             value = own.detach()
             if self.sends_differences:
-                value = value - self.owners.own(name, p.detach(), self.rank).to(value.dtype)
+                value = value - self._rows(name).to(value.dtype)
             elif self._is_exact:
                 value = value.to(p.dtype)
             if value.shape != like:
@@ -204,7 +209,8 @@ class OwnedOptimizer:
                 p.add_(value)
             elif self.is_apart or self.owners.owner(name) != self.rank:
                 p.copy_(value)
-            self._versions[name] = p._version
+        for name, seen in self._seen.items():
+            seen.copy_(self._rows(name))
 
     @contextmanager
     def without_others(self) -> Generator[None]:

@@ -31,8 +31,13 @@ from fnddp.run.hops import (
     default_cap_mb,
     first_hop,
     has_closure,
+    options_of,
+    owned_in,
     owners_of,
     parameters_of,
+    require_own_state,
+    require_same_groups,
+    require_shapes,
     second_hop,
     several,
     to_their_owners,
@@ -368,7 +373,12 @@ class OwnerDataParallel(DistributedDataParallel):
     # Checkpoints
 
     def require_consistent(self) -> None:
-        """Raise a RuntimeError, on all ranks, if a step has failed in which some owners have updated theirs."""
+        """Raise a RuntimeError, on all ranks, if a step has failed in which some owners have updated theirs.
+
+        Also if an optimizer has got a parameter that no rank owns, which a checkpoint would leave out.
+        """
+        for each in self._sharded:
+            each.require_same_parameters()
         if (error := self._inconsistent_since) is not None:
             raise RuntimeError(
                 f"own: a step has failed ({type(error).__name__}: {error}), so weights and the state of optimizers are "
@@ -386,10 +396,10 @@ class OwnerDataParallel(DistributedDataParallel):
         self.require_consistent()
         mine: dict[str, Any] = {}
         for each in self._sharded:
-            each.follow()
+            weights_of = {**each.own, **each.written()}
             for name, p in each.own.items():
                 state = dict(each.optimizer.state.get(p, {}))
-                mine[name] = on_cpu(state), on_cpu({"": p} if each.is_apart else {})
+                mine[name] = on_cpu(state), on_cpu({"": weights_of[name]} if each.is_apart else {})
         everyone = control.all_gather_object(mine, self._group)
         state: dict[str, Any] = {}
         weights: dict[str, Any] = {}
@@ -414,14 +424,11 @@ class OwnerDataParallel(DistributedDataParallel):
             ValueError: It is of other optimizers or parameters.
         """
         groups = list(saved["param_groups"])
-        mine = self._groups()
-        if [set(g["params"]) for g in groups] != [set(g["params"]) for g in mine]:
-            raise ValueError(
-                "load_optimizer_state_dict: the groups of parameters are "
-                f"{[len(g['params']) for g in groups]} parameters long, and those here "
-                f"{[len(g['params']) for g in mine]}, or have other names; load it with the same optimizers, in the "
-                "same order"
-            )
+        require_same_groups(groups, self._groups())
+        for each in self._sharded:
+            for name in each.own.keys() & saved["state"].keys():
+                shapes = [each.owners.shape(name), each.own[name].shape]  # rows come from an OptimizerCheckpoint
+                require_shapes("load_optimizer_state_dict", each.optimizer, name, shapes, saved["state"][name])
         for each in self._sharded:
             count = len(each.optimizer.param_groups)
             of_optimizer, groups = groups[:count], groups[count:]
@@ -518,14 +525,14 @@ class OptimizerCheckpoint:
         model.require_consistent()
         saved: dict[str, Any] = {}
         for each in model._sharded:  # pyright: ignore[reportPrivateUsage]
-            each.follow()
+            weights_of = {**each.own, **each.written()}
             with nullcontext() if each.optimizer in self.stepped else each.filled():
                 state_of = {name: dict(each.optimizer.state.get(p, {})) for name, p in each.own.items()}
             for name, p in each.own.items():
                 of_leaf = {} if name in self.left_out else state_of[name]
                 entries = {f"{STATE}{name}.{key}": value for key, value in of_leaf.items()}
                 if each.is_apart:
-                    entries[f"{WEIGHTS}{name}"] = p.detach()
+                    entries[f"{WEIGHTS}{name}"] = weights_of[name].detach()
                 saved |= {key: self._global(each, name, p, value) for key, value in entries.items()}
         for i, each in enumerate(model._sharded):  # pyright: ignore[reportPrivateUsage]
             saved |= {f"{CODECS}{i}.{key}": value for key, value in of_state(each.engine.state).items()}
@@ -600,7 +607,8 @@ def own(
             rest. Together they have all parameters that require a gradient. A state that it has already is divided.
         gradients: `two_shot` with codecs around it, and `error_feedback` around these, or its text.
         weights: `allgather` with codecs around it, and `ef21` around these: differences to what all ranks have. With
-            codecs the owner keeps the exact weights of its leaves in memory of its own.
+            codecs the owner keeps the exact weights of its leaves in memory of its own, and a copy of what the model
+            had of them after the last step, to see what is written there.
         process_group: The ranks; None for the default group.
         master_dtype: The dtype of owners' weights, such as `torch.float32` for a model in bfloat16; None for that of
             the model.
@@ -616,7 +624,8 @@ def own(
         RankMismatchError: On all ranks, if they disagree about optimizers, parameters or pipelines.
         TypeError: The model is wrapped or sharded already; a pipeline has no place there; an optimizer evaluates
             closures.
-        ValueError: A parameter is in no optimizer, or in two, or is not the model's; a cost is negative or not finite.
+        ValueError: A parameter is in no optimizer, or in two, or is not the model's; a cost is negative or not finite;
+            an optimizer has loaded what another rank owned, or a state of other shapes.
 
     Source: optimizer state by rank as in ZeRO (Rajbhandari et al., SC 2020); distributed Muon (Liu et al., "Muon is
     scalable", 2025); both hops compressed as in SDP4Bit (Jia et al., NeurIPS 2024).
@@ -637,14 +646,17 @@ def own(
     def set_up() -> dict[str, str]:
         pipelines = first_hop("own", gradients), second_hop("own", weights)
         named = parameters_of("own", model, optimizers)
-        n = collectives.world_size(group)
+        n, rank = collectives.world_size(group), collectives.rank(group)
         owners = [owners_of(each, of, n, cost, cut) for each, of in zip(named, optimizers, strict=True)]
         made.append((named, owners, *pipelines))
         lines = {"gradients": repr(pipelines[0].over(None)), "weights": repr(pipelines[1].over(None))}
         for i, (each, of) in enumerate(zip(named, optimizers, strict=True)):
             which = f"optimizer {i}, {type(of).__name__}"
-            lines[which] = str([_options_of(options) for options in of.param_groups])
-            lines[f"rates of {which}"] = str([float(options["lr"]) for options in of.param_groups if "lr" in options])
+            theirs = owned_in(of.param_groups)
+            require_own_state("own", of, theirs, owners[i], rank)
+            for name, p in each.items() if theirs is None else ():
+                require_shapes("own", of, name, [p.shape], of.state.get(p, {}))
+            lines |= options_of(which, of)
             lines |= {f"{name!r} of {which}": describe(p) for name, p in each.items()}
             lines[f"owners of {which}"] = str(owners[i].whole)
         return {**lines, "dtype of owners' weights": str(master_dtype)}
@@ -666,7 +678,3 @@ def own(
         bucket_cap_mb=bucket_cap_mb,
         **options,
     )
-
-
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names", "lr")}

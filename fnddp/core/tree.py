@@ -160,6 +160,18 @@ def is_inexact(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
 
 
+def changed(now: Leaves, before: Leaves) -> list[str]:
+    """Return the leaves of `now` whose values are not those of `before`. It waits for the device once.
+
+    >>> changed({"a": torch.ones(2), "b": torch.ones(3)}, {"a": torch.ones(2), "b": torch.zeros(3)})
+    ['b']
+    """
+    if not now:
+        return []
+    differs = torch.stack([(leaf != before[name]).any() for name, leaf in now.items()]).tolist()
+    return [name for name, is_other in zip(now, differs, strict=True) if is_other]
+
+
 def check_entries(
     owner: str, entries: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], made_for: str = "another tree"
 ) -> None:

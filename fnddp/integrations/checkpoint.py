@@ -30,7 +30,7 @@ from fnddp.adapters.owners import STATE, OptimizerCheckpoint, OwnerDataParallel
 from fnddp.core.group import group_name
 from fnddp.core.sync import Sync
 from fnddp.reducers.all_reduce import unreduced
-from fnddp.run.hops import owner_of, several
+from fnddp.run.hops import owned_in, owner_of, several
 from fnddp.schedules.choose import partition
 from fnddp.torch_private import live_group, without_step_hooks
 from fnddp.wire import control
@@ -255,8 +255,13 @@ def _given(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> tup
     """Return the model that `torch.compile` may have been called with, and the optimizers."""
     stepping = several(optimizers)
     for each in stepping:
+        name = type(each).__name__
+        if owned_in(each.param_groups) is not None:
+            raise ValueError(
+                f"{name} has loaded what one rank of fnddp.own had of a state, without own, so it lacks what others "
+                "had; make it anew, and load the result of optimizer_state_dict(), or of save"
+            )
         if owner_of(each) == "own_matrices":
-            name = type(each).__name__
             raise TypeError(
                 f"{name} has its state at the owners of matrices (own_matrices), where torch's checkpoint looks for "
                 "that of shards: leave it out of `optimizers`, and save the result of optimizer_state_dict() of what "

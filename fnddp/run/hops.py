@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fnddp import torch_private
 from fnddp.core.codec import Codec
 from fnddp.core.parse import pipeline_of
+from fnddp.core.state import describe
 from fnddp.core.sync import Sync, all_in
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
@@ -58,24 +59,7 @@ def parameters_of(
     _require_plain(who, model)
     if not optimizers:
         raise ValueError(f"{who}: there is no optimizer; give one, or several")
-    of: dict[int, int] = {}
-    model_has = {id(p) for p in model.parameters()}
-    for i, optimizer in enumerate(optimizers):
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise TypeError(f"{who}: LBFGS evaluates a closure, and mixes all leaves; there is no owner of one leaf")
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if id(p) not in model_has:
-                    raise ValueError(
-                        f"{who}: {type(optimizer).__name__} has a parameter of shape {tuple(p.shape)} that is not the "
-                        "model's; make the optimizer of model.parameters(), before own"
-                    )
-                if id(p) in of:
-                    raise ValueError(
-                        f"{who}: a parameter of shape {tuple(p.shape)} is in two optimizers, of which each would "
-                        "update it; leave it in one"
-                    )
-                of[id(p)] = i
+    of = require_ownable(who, model, optimizers)
     named: list[dict[str, nn.Parameter]] = [{} for _ in optimizers]
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -91,6 +75,69 @@ def parameters_of(
     return named
 
 
+def require_ownable(who: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, int]:
+    """Return the number of the optimizer of each parameter, by the parameter's id; raise unless they can have owners.
+
+    Raises:
+        TypeError: An optimizer mixes leaves, has owners already, or runs in backward.
+        ValueError: A parameter is not the model's, or in two optimizers.
+    """
+    of: dict[int, int] = {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    for i, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(f"{who}: LBFGS evaluates a closure, and mixes all leaves; there is no owner of one leaf")
+        if (owner := owner_of(optimizer)) is not None:
+            raise TypeError(f"{who}: {kind} has owners already ({owner}); make another optimizer")
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(p) not in names:
+                raise ValueError(
+                    f"{who}: {kind} has a parameter of shape {tuple(p.shape)} that is not the model's; make the "
+                    f"optimizer of model.parameters(), before {who}, and after fully_shard where that is called"
+                )
+            if id(p) in of:
+                raise ValueError(
+                    f"{who}: {names[id(p)]!r}, a parameter of shape {tuple(p.shape)}, is in two optimizers, of which "
+                    "each would update it; leave it in one"
+                )
+            if torch_private.optimizers_in_backward(p):
+                raise TypeError(
+                    f"{who}: {names[id(p)]!r} has an optimizer that runs in backward, before a mean is there; leave it "
+                    "out"
+                )
+            of[id(p)] = i
+    return of
+
+
+def options_of(which: str, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return lines about the options of an optimizer, which must be the same on all ranks."""
+    groups = optimizer.param_groups
+    options = [{k: v for k, v in each.items() if k not in ("params", "param_names", "lr", OWNED)} for each in groups]
+    return {which: str(options), f"rates of {which}": str([float(each["lr"]) for each in groups if "lr" in each])}
+
+
+def require_same_parameters(who: str, optimizer: torch.optim.Optimizer, known: Iterable[Tensor]) -> None:
+    """Raise a RuntimeError if an optimizer with owners has got a parameter that is none of those it `known` had."""
+    ids = {*map(id, known)}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.requires_grad and id(p) not in ids:
+            raise RuntimeError(
+                f"{who}: {type(optimizer).__name__} has got a parameter of shape {tuple(p.shape)} since it was given "
+                f"to {who}, which has no owner; add it before"
+            )
+
+
+def require_same_groups(saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ValueError unless groups of parameters that were saved have the names of those that are here."""
+    if [set(group["params"]) for group in saved] != [set(group["params"]) for group in mine]:
+        raise ValueError(
+            f"load_optimizer_state_dict: the groups of parameters are {[len(g['params']) for g in saved]} parameters "
+            f"long, and those here {[len(g['params']) for g in mine]}, or have other names; load it with the same "
+            "optimizers, in the same order"
+        )
+
+
 def _require_plain(who: str, model: nn.Module) -> None:
     for name, part in model.named_modules():
         if isinstance(part, TorchDDP):
@@ -103,10 +150,6 @@ def _require_plain(who: str, model: nn.Module) -> None:
             raise TypeError(
                 f"{who}: {name!r} is a DTensor, of which each rank has its shard and the state of that; "
                 "leave own out, or fully_shard"
-            )
-        if torch_private.optimizers_in_backward(p):
-            raise TypeError(
-                f"{who}: {name!r} has an optimizer that runs in backward, before a mean is there; leave it out"
             )
 
 
@@ -137,8 +180,11 @@ def owners_of(
 
 
 OWNED = "owned"
-"""In the `state_dict` of an optimizer with owners: the rows that the rank which made it owns, by leaf."""
+"""In groups of the `state_dict` of an optimizer with owners, and so in those of one without that has loaded it: the
+rows that the rank which made it owns, by leaf."""
 
+Rows: TypeAlias = Mapping[str, Sequence[int]]
+"""Begin and end of the rows of leaves, by name."""
 
 _owning: "weakref.WeakKeyDictionary[torch.optim.Optimizer, str]" = weakref.WeakKeyDictionary()
 
@@ -148,31 +194,102 @@ def owner_of(optimizer: torch.optim.Optimizer) -> str | None:
     return _owning.get(optimizer)
 
 
-def mark_states(who: str, optimizer: torch.optim.Optimizer, owned: Mapping[str, tuple[int, int]]) -> None:
+def owned_in(groups: Iterable[Mapping[str, Any]]) -> Rows | None:
+    """Return the rows that a rank owned whose optimizer's `state_dict` has been loaded into `groups`, if it was so."""
+    return next((group[OWNED] for group in groups if OWNED in group), None)
+
+
+def unmark(optimizer: torch.optim.Optimizer) -> None:
+    """Remove what `owned_in` returns."""
+    for group in optimizer.param_groups:
+        group.pop(OWNED, None)
+
+
+def require_own_state(
+    who: str, optimizer: torch.optim.Optimizer, theirs: Rows | None, owners: Owners, rank: int
+) -> None:
+    """Raise a ValueError if a state is what another rank owned: `theirs` are not the rows of `rank`, nor all rows."""
+    mine = _rows_of(owners, rank)
+    whole = {name: [0, shape[0] if shape else 1] for name, shape in owners.shapes if shape.numel()}
+    if theirs is not None and theirs not in (mine, whole):
+        raise ValueError(
+            f"{who}: this state of {type(optimizer).__name__} is that of the leaves {_some(theirs)}, which the rank "
+            f"that saved it owned; this one owns {_some(mine)}. Let each rank load its own, or save with "
+            "optimizer_state_dict() and load with load_optimizer_state_dict, for any number of ranks"
+        )
+
+
+def _rows_of(owners: Owners, rank: int) -> dict[str, list[int]]:
+    rows = {name: [*owners.rows(name, rank)] for name, shape in owners.shapes if shape.numel()}
+    return {name: [begin, end] for name, (begin, end) in rows.items() if begin < end}
+
+
+def require_shapes(
+    who: str, optimizer: torch.optim.Optimizer, name: str, shapes: Sequence[torch.Size], state: Mapping[str, Any]
+) -> None:
+    """Raise a ValueError if the state of a leaf has a tensor of another shape, in an optimizer where none has."""
+    if type(optimizer) not in ELEMENTWISE | {torch.optim.Muon}:
+        return
+    for key, value in state.items():
+        if isinstance(value, DTensor) or (
+            isinstance(value, Tensor) and value.numel() != 1 and value.shape not in shapes
+        ):
+            raise ValueError(
+                f"{who}: {key!r} of {name!r} in the state of {type(optimizer).__name__} is {describe(value)}, a "
+                f"{type(value).__name__}, and the leaf is of shape {list(shapes[0])}: the state is of another model, "
+                "or what one rank had of it; load a whole one with load_optimizer_state_dict"
+            )
+
+
+def mark_states(
+    who: str, optimizer: torch.optim.Optimizer, owners: Owners, rank: int, leaves: Mapping[str, Tensor]
+) -> None:
     """Let `optimizer.state_dict` say what this rank owns, and `load_state_dict` refuse what another rank did.
 
-    Indices of parameters, by which torch stores states, are the same on all ranks, so nothing else would tell.
-    """
-    mine = {name: list(rows) for name, rows in owned.items()}
-    _owning[optimizer] = who
+    Indices of parameters, by which torch stores states, are the same on all ranks, so nothing else would tell. In the
+    state of leaves that other ranks own, tensors have no elements: an optimizer without owners that has loaded them
+    fails in its first step, where it would train on without what is missing.
 
-    def mark(_: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        saved[OWNED] = mine
+    Args:
+        leaves: The parameters of the optimizer, by name: what this rank owns, and what stands for the leaves of others.
+    """
+    mine = _rows_of(owners, rank)
+    name_of = {id(p): name for name, p in leaves.items()}
+    _owning[optimizer] = who
+    unmark(optimizer)
+
+    def names_in(groups: Iterable[Mapping[str, Any]]) -> list[str | None]:
+        return [name_of.get(id(p)) for group in groups for p in group["params"]]
+
+    def mark(of: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        like = next(iter(saved["state"].values()), {})
+        empty = {key: v.new_empty(0) if isinstance(v, Tensor) and v.ndim else v for key, v in like.items()}
+        for i, name in enumerate(names_in(of.param_groups)):
+            if empty and name is not None and name not in mine:
+                saved["state"][i] = empty
+        for group in saved["param_groups"]:
+            group[OWNED] = mine
 
     def check(of: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        theirs = saved.get(OWNED, mine)
-        if theirs != mine:
-            raise ValueError(
-                f"{who}: this state of {type(of).__name__} is that of the leaves {_some(theirs)}, which the rank that "
-                f"saved it owned; this one owns {_some(mine)}. Let each rank load its own, or save with "
-                "optimizer_state_dict() and load with load_optimizer_state_dict, for any number of ranks"
-            )
+        theirs = owned_in([*saved["param_groups"], saved])  # beside the groups in files of before
+        require_own_state(who, of, theirs, owners, rank)
+        indices = [i for group in saved["param_groups"] for i in group["params"]]
+        for i, name in zip(indices, names_in(of.param_groups), strict=False):  # torch compares their numbers
+            if name in mine:
+                require_shapes(who, of, name, [owners.shape(name), leaves[name].shape], saved["state"].get(i, {}))
+
+    def forget_others(of: torch.optim.Optimizer) -> None:
+        unmark(of)
+        for name, p in leaves.items():
+            if name not in mine:
+                of.state.pop(p, None)
 
     optimizer.register_state_dict_post_hook(mark)
     optimizer.register_load_state_dict_pre_hook(check)
+    optimizer.register_load_state_dict_post_hook(forget_others)
 
 
-def _some(owned: Mapping[str, list[int]]) -> str:
+def _some(owned: Rows) -> str:
     names = [f"{name!r} (rows {begin} to {end - 1})" for name, (begin, end) in owned.items()]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"
 
@@ -201,20 +318,18 @@ def first_hop(who: str, gradients: str | Sync) -> Sync:
     return sync
 
 
-def second_hop(who: str, weights: str | Sync) -> Sync:
-    """Return the pipeline of weights on their way to all ranks; raise a TypeError if they cannot come by it."""
-    sync = pipeline_of(f"{who}: weights", weights)
+def second_hop(who: str, weights: str | Sync, what: str = "weights") -> Sync:
+    """Return the pipeline of weights on their way from owners; raise a TypeError if `what` cannot travel by it."""
+    sync = pipeline_of(f"{who}: {what}", weights)
     inner = codecs_of(sync)
     for each in all_in(inner):
         if not (isinstance(each, all_gather) or _is_codec(each)):
             raise TypeError(
-                f"{who}: weights={sync!r} cannot come from the owners, because of {each!r}; give allgather, with "
-                "codecs around it and ef21 around these: 'ef21(quantize(allgather, bits=4))'"
+                f"{who}: {what}={sync!r} cannot travel between owners and others, because of {each!r}; give "
+                "allgather, with codecs around it and ef21 around these: 'ef21(quantize(allgather, bits=4))'"
             )
     if isinstance(sync, ef21) and (sync.eta != 1 or isinstance(inner, all_gather)):
-        raise TypeError(
-            f"{who}: weights={sync!r}: ef21 sends differences through codecs here, without an average (eta)"
-        )
+        raise TypeError(f"{who}: {what}={sync!r}: ef21 sends differences through codecs here, without an average (eta)")
     return sync
 
 

@@ -17,14 +17,21 @@ from fnddp.core import collectives
 from fnddp.core.agreement import agree_over
 from fnddp.core.codec import Encoded, Key, Layer, Layers, Payload, batches_of, encode
 from fnddp.core.group import group_name
-from fnddp.core.parse import pipeline_of
 from fnddp.core.state import describe, on_cpu
 from fnddp.core.sync import Sync
-from fnddp.core.tree import Leaves
-from fnddp.integrations.fsdp.unit import layers_of, require_codecs
-from fnddp.reducers.carriers import allgather
+from fnddp.core.tree import Leaves, changed
+from fnddp.integrations.fsdp.unit import layers_of
 from fnddp.reducers.halves import OwnerRows, Owners, to_all
-from fnddp.run.hops import has_closure, mark_states
+from fnddp.run.hops import (
+    has_closure,
+    mark_states,
+    options_of,
+    require_ownable,
+    require_same_groups,
+    require_same_parameters,
+    require_shapes,
+    second_hop,
+)
 from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import between_step_hooks, untraced
 from fnddp.transforms.memory import ef21
@@ -69,7 +76,7 @@ class Matrices:
         self._kept: BaseException | None = None  # an error of a codec of this rank, until its messages are sent
         self._course: Generator[list[str]] = self._exchanges()
         self._tell: Callable[[BaseException], None] | None = None  # what other ranks wait for, if this one fails
-        mark_states("own_matrices", optimizer, {name: (0, p.shape[0]) for name, p in self._own.items()})
+        mark_states("own_matrices", optimizer, self.owners, self._rank, self._parameters)
         step = optimizer.step
 
         @functools.wraps(step)
@@ -155,7 +162,8 @@ class Matrices:
                 f"own_matrices: {replaced[0]!r} is another parameter of the model now, which the optimizer does not "
                 "have; load_state_dict without assign=True, or make the optimizer and call own_matrices after it"
             )
-        self._follow()
+        require_same_parameters("own_matrices", self.optimizer, self._parameters.values())
+        self._gather(self._written())
         self._tell, self._course, done = self._fail, self._exchanges(), None
         for names in self._course:
             self._raise_kept()
@@ -192,12 +200,11 @@ class Matrices:
                     shard.copy_(self._noted[name])
             raise
 
-    def _follow(self) -> None:
-        """Take over what has been written to shards since the last step. All ranks call it."""
-        differs = torch.stack([(shard != self._noted[name]).any() for name, shard in self._held().items()]).tolist()
-        changed = [name for name, is_changed in zip(self._parameters, differs, strict=True) if is_changed]
+    def _written(self) -> list[str]:
+        """Return the matrices whose shards some rank has not as the last step left them. All ranks call it."""
+        written = changed(self._held(), self._noted)
         self._tell = None
-        self._gather(self._agree("refused to begin, and nothing has changed", changed))
+        return self._agree("refused to begin, and nothing has changed", written)
 
     def _raise_kept(self) -> None:
         if self._kept is not None:
@@ -206,18 +213,25 @@ class Matrices:
     def _agree(self, what: str, changed: Collection[str] = (), *, failed: bool = False) -> list[str]:
         """Return the matrices that have changed on some rank; raise on all ranks if one has `failed`."""
         with_gradient = [name for name, p in self._parameters.items() if p.grad is not None]
-        digest = crc32(repr(with_gradient).encode())
-        highest = [int(failed), digest, -digest, *(int(name in changed) for name in self._parameters)]
-        for group in self._groups:  # of HSDP's replicas, too
-            highest = control.highest_of(highest, group)
-        if highest[0]:
+        digest = crc32(repr(([*self._parameters], with_gradient)).encode())  # another optimizer has other matrices
+        has_failed, last, first, has_changes = self._highest([int(failed), digest, -digest, len(changed)])
+        if has_failed:
             raise StepFailedError(f"{type(self.optimizer).__name__}.step on another rank {what}; see its own error")
-        if highest[1] != -highest[2]:
+        if last != -first:
             raise RuntimeError(
-                "own_matrices: ranks do not have gradients of the same matrices, and nothing has changed; those of "
-                f"this rank are {with_gradient}. Clear gradients on all ranks, or on none"
+                "own_matrices: ranks do not have gradients of the same matrices, or step another optimizer, and "
+                f"nothing has changed; this rank has those of {with_gradient}. Step optimizers in the same order on "
+                "all ranks, and clear gradients on all ranks, or on none"
             )
-        return [name for name, is_changed in zip(self._parameters, highest[3:], strict=True) if is_changed]
+        if not has_changes:
+            return []
+        flags = self._highest([int(name in changed) for name in self._parameters])
+        return [name for name, is_changed in zip(self._parameters, flags, strict=True) if is_changed]
+
+    def _highest(self, values: list[int]) -> list[int]:
+        for group in self._groups:  # of HSDP's replicas, too
+            values = control.highest_of(values, group)
+        return values
 
     def _exchanges(self) -> Generator[list[str]]:
         """Yield the matrices of each round when their owners have gradients, and send them back behind it.
@@ -364,38 +378,54 @@ class Matrices:
                 "own_matrices: an earlier step failed, in which some owners have updated the optimizer's state: it is "
                 "of two steps and no checkpoint; restart from one of before"
             ) from self._failure
-        self._follow()
+        require_same_parameters("own_matrices", self.optimizer, self._parameters.values())
+        weights = self._own | {name: self._whole(name, self._parameters[name]) for name in self._written()}
         mine: dict[str, Any] = {}
-        for name, own in self._own.items():
+        for name in self._own:
             state = self.optimizer.state.get(self._parameters[name], {})
-            mine[name] = {"state": on_cpu(state), "weights": on_cpu({"": own})[""] if self._weights else None}
+            mine[name] = {"state": on_cpu(state), "weights": on_cpu({"": weights[name]})[""] if self._weights else None}
         everyone = {name: of for held in control.all_gather_object(mine, self._group) for name, of in held.items()}
-        name_of = {id(p): name for name, p in self._parameters.items()}
-        groups: list[dict[str, Any]] = []
-        for group in self.optimizer.param_groups:
-            names = [name_of[id(p)] for p in group["params"]]
-            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": names})
         return {
             "state": {name: everyone[name]["state"] for name in self._parameters if everyone[name]["state"]},
             "weights": {name: everyone[name]["weights"] for name in self._parameters if self._weights},
-            "param_groups": groups,
+            "param_groups": self._named_groups(),
             "steps": self._steps,
         }
 
+    def _named_groups(self) -> list[dict[str, Any]]:
+        name_of = {id(p): name for name, p in self._parameters.items()}
+        return [
+            {**group, "params": [name_of[id(p)] for p in group["params"] if id(p) in name_of]}
+            for group in self.optimizer.param_groups
+        ]
+
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load the result of `optimizer_state_dict`, of any number of ranks, after the model's. All ranks call it."""
+        """Load the result of `optimizer_state_dict`, of any number of ranks, after the model's. All ranks call it.
+
+        It takes that of torch's `get_optimizer_state_dict`, too, of the same optimizer without owners.
+
+        Raises:
+            ValueError: It is of other optimizers or parameters.
+        """
+        require_same_groups(saved["param_groups"], self._named_groups())
+        states: dict[str, dict[str, Any]] = {}
+        for name in self._parameters:
+            of_leaf = dict(saved["state"].get(name, {}))
+            states[name] = {k: self._whole(name, v) if isinstance(v, DTensor) else v for k, v in of_leaf.items()}
+            shape = self.owners.shape(name)
+            require_shapes("load_optimizer_state_dict", self.optimizer, name, [shape], states[name])
         self._gather(self._parameters)
         self._steps = saved.get("steps", 0)  # by which codecs draw random numbers
         for group, of in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
             group |= {key: value for key, value in of.items() if key != "params"}
+        weights = saved.get("weights", {})
         for name, own in self._own.items():
-            state = saved["state"].get(name, {})
             self.optimizer.state[self._parameters[name]] = {
                 key: value.to(own.device, copy=True) if isinstance(value, Tensor) else value
-                for key, value in state.items()
+                for key, value in states[name].items()
             }
-            if saved["weights"].get(name) is not None:
-                own.detach().copy_(saved["weights"][name])
+            if weights.get(name) is not None:
+                own.detach().copy_(weights[name])
 
 
 def own_matrices(
@@ -429,17 +459,15 @@ def own_matrices(
             parameters together would count each call.
 
     Raises:
-        RankMismatchError: On all ranks, if they disagree about pipelines or parameters.
-        TypeError: A parameter is no matrix, or not sharded by rows over one mesh; a pipeline has no place there.
+        RankMismatchError: On all ranks, if they disagree about pipelines, parameters or options.
+        TypeError: A parameter is no matrix, or not sharded by rows over one mesh; a pipeline has no place there; the
+            optimizer evaluates closures, or has owners already.
         ValueError: A parameter is not the model's.
     """
     made: list[tuple[dict[str, DTensor], str | None, Sync, Sync]] = []
 
     def set_up() -> dict[str, str]:
-        hops = {"gradients": gradients, "weights": weights}
-        read = [pipeline_of(f"own_matrices: {what}", sync) for what, sync in hops.items()]
-        for what, sync in zip(hops, read, strict=True):
-            require_codecs(what, sync, ef21, allgather)
+        read = [second_hop("own_matrices", gradients, "gradients"), second_hop("own_matrices", weights)]
         if isinstance(read[0], ef21):
             raise TypeError("own_matrices: gradients that ef21 compares need a memory at owners; leave it out")
         parameters, group = _matrices(model, optimizer)
@@ -448,7 +476,8 @@ def own_matrices(
             name: f"{describe(p)} in {type(optimizer).__name__}, {_state_of(name, p, optimizer)}"
             for name, p in parameters.items()
         }
-        return {"gradients": repr(read[0]), "weights": repr(read[1]), "bucket_cap_mb": str(bucket_cap_mb), **lines}
+        lines |= options_of(type(optimizer).__name__, optimizer)
+        return {"gradients": repr(read[0]), "weights": repr(read[1]), "bucket_cap_mb": str(bucket_cap_mb)} | lines
 
     shards = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     meshes = [mesh.get_group(dim) for mesh in [p.device_mesh for p in shards[:1]] for dim in range(mesh.ndim)]
@@ -464,7 +493,7 @@ def _state_of(name: str, p: DTensor, optimizer: torch.optim.Optimizer) -> str:
     """Describe the state of shards that the optimizer has already, which goes to the owner."""
     state: dict[str, Any] = optimizer.state.get(p, {})
     for key, value in state.items():
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() != 1:
             raise TypeError(
                 f"own_matrices: {key!r} of {name!r} is a tensor of shape {tuple(value.shape)} in the optimizer's "
                 "state, not a DTensor, so it cannot be put together; call own_matrices before the first step, and load "
@@ -475,13 +504,12 @@ def _state_of(name: str, p: DTensor, optimizer: torch.optim.Optimizer) -> str:
 
 def _matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, DTensor], str | None]:
     """Return the parameters of the optimizer by name, in the order of the model, and the group of their shards."""
-    theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    theirs = require_ownable("own_matrices", model, [optimizer])
     found: dict[str, DTensor] = {}
     groups: dict[str, None] = {}
     for name, p in model.named_parameters():
         if id(p) not in theirs:
             continue
-        theirs.remove(id(p))
         placements = p.placements if isinstance(p, DTensor) else ()
         sharded = [dim for dim, placement in enumerate(placements) if placement == Shard(0)]
         is_plain = all(placement == Replicate() for dim, placement in enumerate(placements) if dim not in sharded)
@@ -492,11 +520,8 @@ def _matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[
             )
         found[name] = p
         groups[group_name(p.device_mesh.get_group(sharded[0])) or ""] = None
-    if theirs or not found:
-        raise ValueError(
-            f"own_matrices: {len(theirs)} parameters of {type(optimizer).__name__} are not the model's; make it of "
-            "model.parameters() after fully_shard"
-        )
+    if not found:
+        raise ValueError(f"own_matrices: {type(optimizer).__name__} has no parameter; give it matrices of the model")
     if len(groups) > 1:
         raise TypeError("own_matrices: matrices are sharded over several meshes; give those of each another optimizer")
     return found, next(iter(groups)) or None
