@@ -614,9 +614,14 @@ def set_up_mixed_precision(mixed_precision: Any, module: nn.Module) -> None:
         private._cast_buffers(mixed_precision, module)
 
 
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of which `mesh` is a part, or itself."""
+    return mesh._get_root_mesh()
+
+
 def is_root_mesh(mesh: DeviceMesh) -> bool:
     """Return whether `mesh` is not part of a larger one."""
-    return mesh._get_root_mesh() == mesh
+    return root_mesh(mesh) == mesh
 
 
 def make_local_tensors_of_shards(module: nn.Module) -> None:

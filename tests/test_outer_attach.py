@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
@@ -24,6 +25,7 @@ from fnddp.run.vote import StepFailedError
 from fnddp.simulation.ranks import run_threads
 from fnddp.tree import Leaves
 from fnddp.wire.c10d import C10d
+from fnddp.wire.control import all_gather_object
 from fnddp.wire.kinds import Work
 from tests.ranks import on_ranks
 from tests.test_outer import agree
@@ -551,3 +553,13 @@ def test_a_step_in_inference_mode(rank: int, step: str) -> None:
             with torch.inference_mode(infers):
                 optimizer.step()
     assert bits(parameters(models[0][0])) == bits(parameters(models[1][0]))
+
+
+@on_ranks(3)
+def test_a_group_of_some_ranks_waits_for_no_other(rank: int) -> None:
+    trainers = dist.new_group([0, 2])
+    for group in (trainers, DeviceMesh.from_group(trainers, "cpu")) if rank != 1 else ():
+        model, optimizer, _ = attached_model("local_sgd(every=2)", group=group)
+        train(model, optimizer, rank, range(2))
+        first, second = all_gather_object(bits(parameters(model)), trainers.group_name)
+        assert first == second

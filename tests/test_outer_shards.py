@@ -224,7 +224,7 @@ def test_what_workers_disagree_about_is_an_error_on_all_ranks(rank: int):
     with pytest.raises(fnddp.RankMismatchError, match=r"disagree about shard: rank .: .* of \[2\]; rank ."):
         outer.attach(model, None, outer.local_sgd(every=1), group=crossed)
     in_part = sharded(mesh["shard"]) if rank in (0, 2) else Net()
-    with pytest.raises(fnddp.RankMismatchError, match="ranks 0, 2: sharded by fully_shard; ranks 1, 3: whole on each"):
+    with pytest.raises(fnddp.RankMismatchError, match="rank [02]: sharded by fully_shard; rank [13]: whole on each"):
         outer.attach(in_part, None, outer.local_sgd(every=1), group=mesh["worker"])
     model = sharded(mesh, seed=1)  # HSDP, which reduces between workers in each step
     with pytest.raises(TypeError, match="hold different shards of one worker"):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -28,6 +29,7 @@ import fnddp
 from fnddp import RankMismatchError, outer
 from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel, QuorumError
 from fnddp.laws import bits
+from fnddp.wire.c10d import over
 from tests.replicas import (
     POINTS,
     Job,
@@ -248,6 +250,61 @@ def train_functionally(name: str, address: str, folder: Path, options: Mapping[s
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_functional_loop(ranks):
     on_processes(2, train_functionally, ranks=ranks)
+
+
+class Frail(ManagerWire):
+    """A wire that raises where it is to start a collective, once."""
+
+    is_armed = False
+
+    def start(self, *args: Any) -> Any:
+        if self.is_armed:
+            self.is_armed = False
+            raise MemoryError("no memory")
+        return super().start(*args)
+
+
+def fail_functionally(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    """Steps of which every other one fails: in one replica, or in a call that sends nothing, in both."""
+    params, sync = {"w": torch.zeros(2)}, fnddp.parse("error_feedback(bf16(allreduce))")
+    manager = new_manager(name, address, Training(seed=0), init_sync=False)
+    is_first, state, wire = name == "r0", sync.init(params), Frail(manager)
+
+    def loss(params: Any, fails: bool) -> torch.Tensor:
+        if fails and is_first:
+            raise ValueError("mine")
+        return params["w"].sum()
+
+    of_loss, of_grads = fnddp.value_and_grad(loss, sync, wire=wire), fnddp.jit(sync, wire=wire)
+    alone = over(wire, sync)
+
+    def jitted(params: Any, state: Any, fails: bool) -> Any:
+        wire.is_armed = fails and is_first
+        return None, *of_grads({"w": torch.ones(2)}, state)
+
+    def plain(params: Any, state: Any, fails: bool) -> Any:
+        return None, *alone({"v" if fails else "w": torch.ones(2)}, state)
+
+    wait_together(name, folder)
+    for of_all, errors in (
+        (of_loss, (ValueError, fnddp.StepFailedError)),
+        (jitted, (MemoryError, fnddp.StepFailedError)),
+        (plain, (ValueError, ValueError)),
+    ):
+        for fails in (False, True, False):
+            manager.start_quorum()
+            assert manager.num_participants() == 2
+            with pytest.raises(errors[not is_first]) if fails else nullcontext():
+                _, mean, after = of_all(params, state, fails)
+            assert manager.should_commit() is not fails
+            if not fails:
+                params, state = {"w": params["w"] - mean["w"]}, after
+    assert params["w"].tolist() == [-6, -6]
+    wait_together(name, folder, point="end")  # the first serves the lighthouse's quorums until then
+
+
+def test_an_error_in_a_functional_step_keeps_all_replicas_from_committing_it():
+    on_processes(2, fail_functionally)
 
 
 def lose_the_lighthouse(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from fnddp.run.engine import Engines
 from fnddp.run.step import Step
 from fnddp.torch_private import DIFFERENTIATES_INFERENCE, current_backward, is_transforming, next_node_number
 from fnddp.wire.c10d import C10D, over
-from fnddp.wire.protocol import Wire
+from fnddp.wire.protocol import Wire, reporting
 
 T = TypeVar("T")  # the tree of parameters or gradients
 V = TypeVar("V")  # what a loss function returns
@@ -112,7 +112,7 @@ def value_and_grad(
             given: Any = (value, aux) if has_aux else value
             return given, tree.unflatten(spec, done.of(leaves)), engine.release_state()
 
-    return run
+    return reporting(wire, run)
 
 
 def _backward(
@@ -207,7 +207,7 @@ class jit:
 
     def __init__(self, sync: Sync, *, wire: Wire = C10D, backend: str | None = None) -> None:
         self._sync = require_sync("jit: sync", sync)
-        self._eager = over(wire, sync)
+        self._eager, self._wire = over(wire, sync), wire
         self._engines = Engines(sync, donation=Donation(), learns_order=False, wire=wire, backend=backend)
 
     @property
@@ -233,6 +233,9 @@ class jit:
         """
         if torch.compiler.is_compiling() or is_transforming():
             return self._eager(grads, state, weight=weight)
+        return reporting(self._wire, self._run)(grads, state, weight)
+
+    def _run(self, grads: T, state: State, weight: float | Tensor | None) -> tuple[T, State]:
         leaves, spec = tree.flatten(grads)
         # Plans, and the memory that they keep, outlive inference mode.
         with torch.inference_mode(False), self._engines.alone(leaves, state) as engine:

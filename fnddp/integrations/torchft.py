@@ -52,6 +52,7 @@ class ManagerWire(Elastic):
     raises nothing: its error is reported to the manager, its result is zero, later ones of the step are not started,
     and `manager.should_commit()` is False. `value_and_grad` and `jit`, which end steps by a vote, raise
     `CollectiveError`, and run again in the next quorum. A caller of the pipeline itself must ask `should_commit()`.
+    Errors that these calls raise, of this replica or of another one, are reported to the manager, too.
 
     The wrong choice for a module: `DistributedDataParallel` of this package also rolls back and heals the pipeline's
     state. The wrong choice inside a replica: its ranks have torch.distributed.
@@ -87,7 +88,7 @@ class ManagerWire(Elastic):
     def __init__(self, manager: "Manager") -> None:
         self._manager: Any = manager
         self._lost: dict[int, Exception] = {}  # by epoch
-        self._reported: Exception | None = None
+        self._reported: BaseException | None = None
         if self._manager._use_async_quorum:
             raise ValueError(
                 "ManagerWire: the manager's quorum is asynchronous, so a replica that heals would take part in a step "
@@ -130,7 +131,7 @@ class ManagerWire(Elastic):
         work = self._started(ALL_GATHER, flags.reshape(-1), gathered, None)
         return gathered, _Collective(self, work, gathered, raises=True)
 
-    def report(self, error: Exception) -> None:
+    def report(self, error: BaseException) -> None:
         if self._manager.errored() is None:
             self._manager.report_error(error)
             self._reported = error

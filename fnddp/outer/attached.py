@@ -42,7 +42,7 @@ def attach(
     prepare: Callable[[], object] | None = None,
     commit: Callable[[], bool] | None = None,
 ) -> "Attached":
-    """Run `outer` after each step of `optimizer`, on the parameters of `model`. All ranks call this.
+    """Run `outer` after each step of `optimizer`, on the parameters of `model`. All ranks of `group` call this.
 
     If an exchange fails, `optimizer.step()` raises on all ranks, `StepFailedError` where another rank has failed:
     parameters and state are then those after the local step, and the next step exchanges again.
@@ -56,7 +56,8 @@ def attach(
         optimizer: The outer step runs after its steps; None if the caller runs `Attached.step`.
         outer: The outer step.
         wire: Moves bytes; torch.distributed by default.
-        group: The ranks that exchange, where the pipelines of `outer` name none; None for the default group. Where
+        group: The ranks that exchange, where the pipelines of `outer` name none; None for the default group. Only its
+            ranks call this, or, where it is a dimension of a mesh, all ranks of that. Where
             FSDP2 has sharded the model, `mesh["worker"]` of a mesh of workers and shards: the ranks of one shard.
         init_sync: Check that ranks agree, and make parameters and buffers equal to the first rank's.
         prepare: Called before a step that starts an exchange, and may load parameters and state, such as

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fnddp.core.agreement import agree
+from fnddp.core.agreement import agree_over
 from fnddp.core.group import Group, group_name
-from fnddp.torch_private import fsdp_groups
+from fnddp.torch_private import fsdp_groups, root_mesh
 from fnddp.wire.c10d import C10d
 from fnddp.wire.control import total
 from fnddp.wire.groups import live_group
@@ -58,7 +58,9 @@ class WorkerShards:
 def shards_of(
     model: nn.Module, group: Group, wire: Wire, commit: Callable[[], bool] | None, *, init_sync: bool = True
 ) -> WorkerShards:
-    """Return how the parameters of `model` that require gradients are sharded, or `WorkerShards()`. All ranks call it.
+    """Return how the parameters of `model` that require gradients are sharded, or `WorkerShards()`.
+
+    All ranks of `group` call it, or of the mesh of which it is a dimension.
 
     Args:
         group: The ranks that hold the same shard in each worker.
@@ -76,7 +78,7 @@ def shards_of(
     sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
     if not sharded:
         if init_sync and isinstance(wire, C10d) and dist.is_initialized():
-            agree(lambda: {_MODEL: "whole on each rank"}, None)
+            agree_over(lambda: {_MODEL: "whole on each rank"}, _everyone(group, None))
         return WorkerShards()
     largest = max((p.device_mesh for p in sharded.values()), key=DeviceMesh.size)
 
@@ -98,12 +100,25 @@ def shards_of(
             )
         return {_MODEL: "sharded by fully_shard"}
 
-    agree(check, None)  # of all ranks, since one without a mesh knows no smaller group
+    agree_over(check, _everyone(group if isinstance(wire, C10d) else largest, largest))
     groups = tuple(dict.fromkeys(group_name((largest, dim)) for dim in range(largest.ndim)))
     voters = groups if isinstance(wire, C10d) else ()
     place = f"{largest.get_coordinate()} of {list(largest.shape)}"
     sizes = {name: p.numel() for name, p in sharded.items()}
     return WorkerShards(groups, voters, sizes, place, modules, largest.size(), not any(largest.get_coordinate() or ()))
+
+
+def _everyone(group: Group, shards: DeviceMesh | None) -> list[Group]:
+    """Return the process groups over which an error of one rank comes to all that call `attach`, one after the other.
+
+    Those of all dimensions of the mesh of workers and shards, where there is one: a rank may give a wrong `group`.
+    """
+    within = shards or (group[0] if isinstance(group, tuple) else group)
+    if not isinstance(within, DeviceMesh):
+        return [group]
+    root = root_mesh(within)
+    dims: list[Group] = [(root, dim) for dim in range(root.ndim)]
+    return [*dims, group] if shards is not None and root.ndim == shards.ndim and group is not shards else dims
 
 
 def _require_workers(group: Group, shards: DeviceMesh) -> None:

@@ -19,7 +19,7 @@ from fnddp.device import device_of
 from fnddp.torch_private import connect_again, functional_collectives, is_torchcomms, without_modes
 from fnddp.wire.groups import World, live_group, live_rank, live_size, within
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Kind, Work, waited
-from fnddp.wire.protocol import CollectiveError, Wire
+from fnddp.wire.protocol import CollectiveError, Wire, reporting
 
 _TAGS = 0x666E0000  # away from the tags of a user's own messages
 _MOST = 2**16  # tags in use
@@ -219,7 +219,7 @@ def over(wire: Wire, sync: Callable[..., Any]) -> Callable[..., Any]:
         with within(World(wire)):
             return sync(*args, **kwargs)
 
-    return run
+    return reporting(wire, run)
 
 
 # Names of dedicated groups, by the group of the same ranks and by use; or the reason why there is none.

@@ -1,11 +1,15 @@
 """Wires, which move bytes between ranks."""
 
 import abc
-from typing import Protocol
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from fnddp.wire.kinds import Kind, Work
+
+Run = TypeVar("Run", bound=Callable[..., Any])
 
 
 class CollectiveError(RuntimeError):
@@ -70,5 +74,21 @@ class Elastic(abc.ABC):
         """The error with which a collective of this epoch has failed."""
 
     @abc.abstractmethod
-    def report(self, error: Exception) -> None:
+    def report(self, error: BaseException) -> None:
         """Mark the step as failed with `error`: no rank may apply it."""
+
+
+def reporting(wire: Wire, run: Run) -> Run:
+    """Return `run`, a call whose step ends in it: each of its errors is reported to `wire` if that is elastic."""
+    if not isinstance(wire, Elastic):
+        return run
+
+    @functools.wraps(run)
+    def reported(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except BaseException as error:
+            wire.report(error)
+            raise
+
+    return reported  # pyright: ignore[reportReturnType]
