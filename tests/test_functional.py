@@ -1,6 +1,7 @@
 """Functional loops: value_and_grad, torch.func's transforms around and inside, torch.compile over a whole step."""
 
 import warnings
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -105,6 +106,42 @@ def test_a_gradient_that_backward_still_reads_is_not_written_over():
 class Pair(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor | None
+
+
+def in_another_order(tree, rank: int):
+    """Return `tree` with its dicts in another insertion order on each rank, as those made from sets of names have."""
+    if isinstance(tree, dict):
+        made = [(name, in_another_order(tree[name], rank)) for name in sorted(tree, reverse=rank > 0)]
+        return OrderedDict(made) if isinstance(tree, OrderedDict) else dict(made)
+    return type(tree)(*[in_another_order(each, rank) for each in tree]) if hasattr(tree, "_fields") else tree
+
+
+TREES = {
+    "flat": {name: torch.full((2, 3), 10.0**i) for i, name in enumerate("abcd")},
+    "nested": {"y": OrderedDict(b=torch.ones(2, 3), a=torch.full((2, 3), 10.0)), "x": {"w": torch.full((2, 3), 100.0)}},
+}
+
+
+@on_ranks(2, threads=True)
+@pytest.mark.parametrize("tree", TREES)
+def test_leaves_are_matched_by_path_whatever_the_order_of_a_tree(rank: int, tree: str) -> None:
+    right = TREES[tree]
+    grads = in_another_order(right, rank)
+    for text in "two_shot", "bucketize(allreduce)", "error_feedback(bucketize(bf16(allreduce)))":
+        sync = fnddp.parse(text)
+        state = in_another_order(sync.init(grads), rank)
+
+        def of_product(params):
+            pairs = zip(*(fnddp.tree.flatten(each)[0].values() for each in (params, grads)), strict=True)
+            return sum((p * g).sum() for p, g in pairs)
+
+        for mean in (
+            sync(grads, state)[0],
+            fnddp.jit(sync)(grads, state)[0],
+            fnddp.value_and_grad(of_product, sync)(optree.tree_map(torch.ones_like, grads), state)[1],
+        ):
+            assert [*mean] == [*grads]  # in the order of this rank's tree
+            torch.testing.assert_close(mean, grads, rtol=0, atol=0)
 
 
 def test_any_pytree_of_parameters_gives_one_without_a_graph():
