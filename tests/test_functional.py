@@ -144,6 +144,28 @@ def test_leaves_are_matched_by_path_whatever_the_order_of_a_tree(rank: int, tree
             torch.testing.assert_close(mean, grads, rtol=0, atol=0)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "text", ["error_feedback(bf16(two_shot))", "error_feedback(warmup(bf16(two_shot), 2))", "rereading"]
+)
+def test_a_state_of_another_tree_ends_the_step_on_all_ranks_and_the_next_one_works(rank: int, text: str) -> None:
+    sync = error_feedback(fp16(allreduce, check=True)) if text == "rereading" else fnddp.parse(text)
+    grads = {"w": torch.full((3, 4), 1.0 + rank)}
+    right, wrong = sync.init(grads), sync.init({"w": torch.ones(6, 4)})
+    of_product = fnddp.value_and_grad(lambda p: (p["w"] * (1 + rank)).sum(), sync)
+    jitted = fnddp.jit(sync)
+    for call in jitted, lambda _, state: of_product({"w": torch.ones(3, 4)}, state)[1:]:
+        with pytest.raises(ValueError, match="for leaf 'w'|'residual.w'"):
+            call(grads, wrong)  # on all ranks, and before any right one
+        state = right
+        for alone in 0, 1, 1:
+            mean, state = call(grads, state)
+            assert mean["w"].eq(1.5).all()
+            with pytest.raises(ValueError if rank == alone else fnddp.StepFailedError, match="'w'|'residual.w'"):
+                call(grads, wrong if rank == alone else state)
+        assert call(grads, state)[0]["w"].eq(1.5).all()
+
+
 def test_any_pytree_of_parameters_gives_one_without_a_graph():
     tree = {"list": [torch.ones(2), Pair(torch.ones(3, requires_grad=True), None)], "tuple": (torch.ones(()),)}
     sync = error_feedback(fp16(allreduce))
