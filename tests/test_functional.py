@@ -1,6 +1,7 @@
 """Functional loops: value_and_grad, torch.func's transforms around and inside, torch.compile over a whole step."""
 
 import warnings
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -105,6 +106,64 @@ def test_a_gradient_that_backward_still_reads_is_not_written_over():
 class Pair(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor | None
+
+
+def in_another_order(tree, rank: int):
+    """Return `tree` with its dicts in another insertion order on each rank, as those made from sets of names have."""
+    if isinstance(tree, dict):
+        made = [(name, in_another_order(tree[name], rank)) for name in sorted(tree, reverse=rank > 0)]
+        return OrderedDict(made) if isinstance(tree, OrderedDict) else dict(made)
+    return type(tree)(*[in_another_order(each, rank) for each in tree]) if hasattr(tree, "_fields") else tree
+
+
+TREES = {
+    "flat": {name: torch.full((2, 3), 10.0**i) for i, name in enumerate("abcd")},
+    "nested": {"y": OrderedDict(b=torch.ones(2, 3), a=torch.full((2, 3), 10.0)), "x": {"w": torch.full((2, 3), 100.0)}},
+}
+
+
+@on_ranks(2, threads=True)
+@pytest.mark.parametrize("tree", TREES)
+def test_leaves_are_matched_by_path_whatever_the_order_of_a_tree(rank: int, tree: str) -> None:
+    right = TREES[tree]
+    grads = in_another_order(right, rank)
+    for text in "two_shot", "bucketize(allreduce)", "error_feedback(bucketize(bf16(allreduce)))":
+        sync = fnddp.parse(text)
+        state = in_another_order(sync.init(grads), rank)
+
+        def of_product(params):
+            pairs = zip(*(fnddp.tree.flatten(each)[0].values() for each in (params, grads)), strict=True)
+            return sum((p * g).sum() for p, g in pairs)
+
+        for mean in (
+            sync(grads, state)[0],
+            fnddp.jit(sync)(grads, state)[0],
+            fnddp.value_and_grad(of_product, sync)(optree.tree_map(torch.ones_like, grads), state)[1],
+        ):
+            assert [*mean] == [*grads]  # in the order of this rank's tree
+            torch.testing.assert_close(mean, grads, rtol=0, atol=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "text", ["error_feedback(bf16(two_shot))", "error_feedback(warmup(bf16(two_shot), 2))", "rereading"]
+)
+def test_a_state_of_another_tree_ends_the_step_on_all_ranks_and_the_next_one_works(rank: int, text: str) -> None:
+    sync = error_feedback(fp16(allreduce, check=True)) if text == "rereading" else fnddp.parse(text)
+    grads = {"w": torch.full((3, 4), 1.0 + rank)}
+    right, wrong = sync.init(grads), sync.init({"w": torch.ones(6, 4)})
+    of_product = fnddp.value_and_grad(lambda p: (p["w"] * (1 + rank)).sum(), sync)
+    jitted = fnddp.jit(sync)
+    for call in jitted, lambda _, state: of_product({"w": torch.ones(3, 4)}, state)[1:]:
+        with pytest.raises(ValueError, match="for leaf 'w'|'residual.w'"):
+            call(grads, wrong)  # on all ranks, and before any right one
+        state = right
+        for alone in 0, 1, 1:
+            mean, state = call(grads, state)
+            assert mean["w"].eq(1.5).all()
+            with pytest.raises(ValueError if rank == alone else fnddp.StepFailedError, match="'w'|'residual.w'"):
+                call(grads, wrong if rank == alone else state)
+        assert call(grads, state)[0]["w"].eq(1.5).all()
 
 
 def test_any_pytree_of_parameters_gives_one_without_a_graph():

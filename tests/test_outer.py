@@ -244,6 +244,23 @@ def test_a_group_is_that_of_the_largest_period():
     assert seen == [[1, 1, 7, 7], [2, 2, 14, 14], [12, 12, 12, 12]]
 
 
+@on_ranks(2, threads=True)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "diloco(bucketize(two_shot), every=1, lr=1.0, momentum=0)",
+        "streaming_diloco(allreduce, every=2, fragments=2, lr=1.0, momentum=0)",
+    ],
+)
+def test_parameters_are_matched_by_path_whatever_the_order_of_a_tree(rank: int, text: str) -> None:
+    names = sorted("abcd", reverse=rank > 0)
+    step, params = outer.parse(text), {name: torch.zeros(4, 4) for name in names}
+    state = step.init(params)
+    for _ in range(2):
+        params, state = step({name: params[name] + 10.0 ** "abcd".index(name) for name in names}, state)
+    assert {name: p[0, 0].item() for name, p in params.items()} == {"a": 2.0, "b": 20.0, "c": 200.0, "d": 2000.0}
+
+
 def test_a_plan_says_when_what_starts_and_ends():
     layers = {f"{i}.{kind}": torch.empty(8, 8, device="meta") for i in range(4) for kind in ("weight", "bias")}
     step = outer.streaming_diloco(allreduce, every=12, fragments=4, delay=2)
@@ -251,7 +268,7 @@ def test_a_plan_says_when_what_starts_and_ends():
     assert [(each.starts, each.ends) for each in plan.exchanges] == [(3, 5), (6, 8), (9, 11), (12, 14)]
     assert plan.bytes_per_step == 8 * 64 * 4 / 12
     assert plan.peak_bytes_per_step == 2 * 64 * 4
-    assert list(plan.exchanges[0].plan.leaves) == ["0.weight", "0.bias"]
+    assert list(plan.exchanges[0].plan.leaves) == ["0.bias", "0.weight"]
     assert "step 14 (2 of the next period): end 3" in str(plan)
 
 

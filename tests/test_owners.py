@@ -991,6 +991,7 @@ def test_a_state_from_before_is_divided(rank: int):
 def test_owners_are_balanced_by_cost_and_shown():
     leaves = {f"{i}": torch.empty(size, 4, device="meta") for i, size in enumerate([9, 8, 7, 6, 5, 4, 3, 2])}
     owners = Owners.of(leaves, 3)
+    assert Owners.of(dict(reversed(leaves.items())), 3) == owners  # as on a rank whose dict has another order
     assert max(owners.load) / (sum(owners.load) / 3) < 1.1
     alike = Owners.of({str(i): torch.empty(4, device="meta") for i in range(6)}, 3)
     assert [alike.owner(str(i)) for i in reversed(range(6))] == [0, 1, 2, 0, 1, 2]  # as backward reaches them

@@ -19,8 +19,8 @@ class Commented(NamedTuple):
 def test_keys_say_what_is_replicated_and_what_is_local():
     assert list(state_dict(SYNC.init(PARAMS))) == [
         "replicated/step",
-        "local/inner.residual.fc.weight",
         "local/inner.residual.fc.bias",
+        "local/inner.residual.fc.weight",
         "replicated/inner.inner.q.fc.weight",
         "replicated/inner.inner.step",
     ]

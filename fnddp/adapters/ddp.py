@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward, WeakHook, hook_accumulated
+from fnddp.adapters.backward import Backward, WeakHook, as_trained
 from fnddp.adapters.handle import PipelineHandle
 from fnddp.adapters.module.slots import Slots, WrappedParameters
 from fnddp.core.agreement import agree, description
@@ -77,7 +77,10 @@ class Handle(PipelineHandle):
         if not self._looks_between and self._engine.step is not None and self._engine.step.is_polled:
             self._looks_between = True
             poll = WeakHook(self, Handle._look, "")
-            hooks = [hook_accumulated(p, poll) for p in self._parameters.values()]
+            hooks: list[Any] = []
+            for parameter in self._parameters.values():
+                with as_trained(parameter):
+                    hooks.append(parameter.register_post_accumulate_grad_hook(poll))
             weakref.finalize(self, _remove, hooks).atexit = False
 
     def _look(self, _: str, __: Tensor) -> None:

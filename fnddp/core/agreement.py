@@ -14,7 +14,7 @@ from fnddp.core.expression import Expression
 from fnddp.core.group import Group, group_name
 from fnddp.core.state import describe, parts, require_like
 from fnddp.core.sync import REPLICATED, State
-from fnddp.core.tree import Tree
+from fnddp.core.tree import Leaves, Tree
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
@@ -27,7 +27,7 @@ class RankMismatchError(ValueError):
 def verify(sync: Expression, grads: Tree, state: State | None = None, *, group: Group = None) -> None:
     """Check that all ranks run the same pipeline on the same tree from the same state. Call it once, after `init`.
 
-    It compares the pipeline, the leaves' paths, order, shapes, dtypes and kinds of device, the state's structure and
+    It compares the pipeline, the leaves' paths, shapes, dtypes and kinds of device, the state's structure and
     the values of its replicated parts. Every rank must call it: it costs one all-gather of 32 bytes, and one of the
     descriptions if they differ. Adapters such as `register` call it themselves.
 
@@ -44,7 +44,7 @@ def verify(sync: Expression, grads: Tree, state: State | None = None, *, group: 
     >>> from fnddp import allreduce
     >>> verify(allreduce, {"w": torch.ones(2)})
     """
-    agree(lambda: description(sync, grads, state), group)
+    agree(lambda: description(sync, tree.flatten(grads)[0], state), group)
 
 
 def agree(
@@ -159,9 +159,8 @@ def _raise(error: Exception) -> dict[str, str]:
     raise error
 
 
-def description(sync: Expression, grads: Tree, state: State | None) -> dict[str, str]:
-    """Return what ranks must agree on, as lines by their subjects."""
-    leaves, _ = tree.flatten(grads)
+def description(sync: Expression, leaves: Leaves, state: State | None) -> dict[str, str]:
+    """Return what ranks must agree on, also the order of `leaves`, as lines by their subjects."""
     of_leaves = {f"leaf {path!r}": f"{describe(leaf)} on {leaf.device.type}" for path, leaf in leaves.items()}
     of_state = {f"state {part.path!r}": describe(part.value) for part in parts(state)}
     return {"pipeline": repr(sync.over(None)), **of_leaves, **of_state, **replicated(state)}

@@ -18,7 +18,7 @@ from fnddp.core.collectives import scale_of_weight
 from fnddp.core.deprecations import refuse_old_flags
 from fnddp.core.expression import CHECKS, Expression
 from fnddp.core.group import Group, group_name
-from fnddp.core.tree import Leaves, Tree, require_leaves
+from fnddp.core.tree import Leaves, Tree, ordered, require_leaves
 from fnddp.torch_private import without_autocast
 from fnddp.wire.weights import scaled
 
@@ -120,7 +120,8 @@ class Sync(Expression, abc.ABC):
         """Synchronize `leaves`, with the same collectives in the same order on all ranks.
 
         Args:
-            leaves: This rank's gradients by leaf path, as `fnddp.tree.flatten` names them.
+            leaves: This rank's gradients by leaf path, as `fnddp.tree.flatten` names them. Implementations get them in
+                one order on all ranks, that of `fnddp.tree.ordered`.
             state: From `init` or the previous exchange.
 
         Raises:
@@ -267,7 +268,7 @@ def _checked(exchange: Callable[[Any, Leaves, Any], Exchange]) -> Callable[[Any,
         require_leaves(type(self).__name__, leaves)
         if is_named_tuple:
             require_state(type(self).__name__, state, kind)
-        return exchange(self, leaves, state)
+        return exchange(self, ordered(leaves), state)
 
     return checked
 

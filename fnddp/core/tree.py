@@ -2,11 +2,13 @@
 
 The only file that imports optree. A tree is any optree pytree: dicts, lists, tuples, named tuples, `None` (a node
 without leaves), and classes registered with optree globally or in the namespace `"fnddp"`. Inside a transform a tree
-is a `Leaves`: a plain dict from leaf path to tensor, in the order in which the user's tree holds them. Dicts keep
-their insertion order (a module's registration order), which optree would otherwise sort.
+is a `Leaves`: a plain dict from leaf path to tensor, in the order of `ordered`, which is the same on all ranks. The
+order of a tree may differ between them: dicts are often made from sets of names.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from numbers import Number
 from typing import Any, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
@@ -14,11 +16,9 @@ import optree
 import torch
 from torch import Tensor
 
-NAMESPACE = "fnddp"
+from fnddp.torch_private import constant_for_dynamo
 
-# optree sorts dict keys by default; bucketize needs registration order. The session lasts while it is referenced.
-_INSERTION_ORDER = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
-_INSERTION_ORDER.__enter__()
+NAMESPACE = "fnddp"
 
 Tree: TypeAlias = Any
 """Any optree pytree whose leaves are tensors."""
@@ -26,14 +26,45 @@ Tree: TypeAlias = Any
 Leaves: TypeAlias = dict[str, Tensor]
 """Tensors by leaf path."""
 
-Spec: TypeAlias = optree.PyTreeSpec | None
-"""The structure of a tree; None for a plain dict of tensors by name, which is its own `Leaves`."""
 
+class Spec(NamedTuple):
+    """The structure of a tree: the paths of its leaves in its own order, and optree's; None for a dict by name."""
+
+    paths: tuple[str, ...]
+    node: optree.PyTreeSpec | None
+
+
+T = TypeVar("T")
 N = TypeVar("N", bound=NamedTuple)
 
 
+def ordered(leaves: Mapping[str, T]) -> dict[str, T]:
+    """Return `leaves` in the order of their paths, numbers by their value: the one that all ranks have.
+
+    >>> list(ordered(dict.fromkeys(["h.10.w", "h.9.w", "h.9.b", "h"])))
+    ['h', 'h.9.b', 'h.9.w', 'h.10.w']
+    """
+    return {path: leaves[path] for path in _in_order(tuple(leaves))}
+
+
+@constant_for_dynamo
+def _in_order(paths: tuple[str, ...]) -> tuple[str, ...]:
+    return _sorted(paths)
+
+
+@lru_cache  # the same in each step, and for each transform of a pipeline
+def _sorted(paths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(paths, key=_place))
+
+
+def _place(path: str) -> list[str | tuple[int, str]]:
+    """Return texts, and the numbers between them, which two paths have at the same places."""
+    parts = re.split(r"(\d+)", path)
+    return [(int(part), part) if i % 2 else part for i, part in enumerate(parts)]
+
+
 def flatten(tree: Tree) -> tuple[Leaves, Spec]:
-    """Return the leaves of `tree` by path, and its structure.
+    """Return the leaves of `tree` by path, in the order of `ordered`, and its structure.
 
     The path of a leaf is what leads to it, joined by dots: `{"encoder": [w]}` has the leaf `encoder.0`, and
     `dict(module.named_parameters())` has the parameter names. The path of a bare tensor is the empty string.
@@ -62,7 +93,7 @@ def flatten(tree: Tree) -> tuple[Leaves, Spec]:
         if path in leaves:
             raise ValueError(f"two leaves have the path {path!r}; rename one of the keys that lead to them")
         leaves[path] = leaf
-    return leaves, spec
+    return ordered(leaves), Spec(tuple(leaves), spec)
 
 
 def require_leaves(owner: str, leaves: Any) -> None:
@@ -81,8 +112,9 @@ def require_leaves(owner: str, leaves: Any) -> None:
 
 
 def unflatten(spec: Spec, leaves: Mapping[str, Any]) -> Tree:
-    """Return the tree of structure `spec` whose leaves are the values of `leaves`, in their order."""
-    return dict(leaves) if spec is None else optree.tree_unflatten(spec, list(leaves.values()))
+    """Return the tree of structure `spec` whose leaves are the values of `leaves`, by path."""
+    values = [leaves[path] for path in spec.paths]
+    return dict(zip(spec.paths, values, strict=True)) if spec.node is None else optree.tree_unflatten(spec.node, values)
 
 
 def annotated_items(tree: Tree) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
@@ -201,7 +233,7 @@ def _require_plain(path: str, leaf: Tensor) -> None:
         )
 
 
-def _named_values(tree: Tree) -> tuple[list[tuple[str, Any]], Spec]:
+def _named_values(tree: Tree) -> tuple[list[tuple[str, Any]], optree.PyTreeSpec | None]:
     # The usual tree. Without optree's path objects (2 us a leaf), and its Python: torch 2.11 cannot trace optree 0.20.
     if _is_plain(tree):
         return list(tree.items()), None

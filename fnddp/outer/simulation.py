@@ -121,7 +121,7 @@ def simulate_training(
             "elementwise=True, which is right for SGD and Adam"
         )
     leaves, spec = tree.flatten(params)
-    leaves = {path: leaf.detach().expand(world_size, *leaf.shape).clone() for path, leaf in leaves.items()}
+    leaves = {path: leaves[path].detach().expand(world_size, *leaves[path].shape).clone() for path in spec.paths}
     local = LocalOptimizers(optimizer, leaves, by_rank=not elementwise)
     simulation = simulate(outer, world_size, groups=groups)
     state: State = simulation.init(outer.leaves_of(leaves, None))

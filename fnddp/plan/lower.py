@@ -89,7 +89,8 @@ def lower(
         )
     if isinstance(params, nn.Module):
         params = {name: p for name, p in params.named_parameters() if p.requires_grad}
-    leaves, _ = tree.flatten(params)
+    leaves, spec = tree.flatten(params)
+    leaves = {path: leaves[path] for path in spec.paths}  # in whose reverse gradients arrive
     require_backend(backend)
     world = planned_world(sync, sync.groups, world_size)
     with torch.inference_mode(False):  # in inference mode operations are traced as other operations

@@ -26,7 +26,7 @@ from fnddp.core.expression import CHECKS
 from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import rounded, shortened
 from fnddp.core.sync import Exchange, State, Sync, transform
-from fnddp.core.tree import Leaves, is_inexact
+from fnddp.core.tree import Leaves, is_inexact, ordered
 from fnddp.wire.groups import current
 
 
@@ -52,8 +52,8 @@ class Owners:
     ) -> "Owners":
         """Return owners for `leaves` that have about the same cost each: the costliest leaf first, to the least load.
 
-        Leaves of equal cost go around the ranks in the order in which backward reaches them, so that each rank owns a
-        share of what arrives together.
+        Leaves of equal cost go around the ranks in the reverse order of their paths, the same on all ranks, so that
+        each rank owns a share of what arrives together in a backward.
 
         Args:
             costs: The cost of each leaf; None for the number of its elements.
@@ -64,6 +64,13 @@ class Owners:
         >>> dict(owners.whole), owners.load, owners.rows("d", 1)
         ({'a': 0, 'c': 1, 'b': 1}, (24.0, 21.0), (4, 8))
         """
+        return cls.in_order(ordered(leaves), n, costs, cut)
+
+    @classmethod
+    def in_order(
+        cls, leaves: Mapping[str, Tensor], n: int, costs: Mapping[str, float] | None = None, cut: Iterable[str] = ()
+    ) -> "Owners":
+        """Return owners as `of` does, in the order of `leaves`, such as a model's, which all ranks have agreed on."""
         apart = frozenset(cut)
         cost = {path: float(leaf.numel() if costs is None else costs[path]) for path, leaf in leaves.items()}
         load = [sum(cost[path] for path in apart) / n] * n

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fnddp.core import tree
 from fnddp.core.buckets import BUCKET_CAPS
-from fnddp.core.state import require_like, shared
+from fnddp.core.state import parts, require_like, shared
 from fnddp.core.sync import REMEMBERED, State, Sync, groups_of, require_weighable
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of, one_of, require_carried
@@ -124,10 +124,12 @@ class Engine:
         learns_order: True until the order is learnt in which gradients arrive, if it is to be.
         number, begun: See `Lane`.
         broken, refused: See `Health`.
+        counters: The ints of the state that was released last, by path.
     """
 
     number, begun = delegated("lane.number"), delegated("lane.begun")
     broken, refused = delegated("lane.health.broken"), delegated("lane.health.refused")
+    counters: Mapping[str, int] = {}
 
     def __init__(
         self,
@@ -205,6 +207,7 @@ class Engine:
     def release_state(self) -> State:
         """Return the state and keep no reference to it: the next `begin` must be given one."""
         state, self._parts = self._own_state(), []
+        self.counters = _counters_of(state)
         return state
 
     def _own_state(self) -> State:
@@ -393,9 +396,18 @@ class Engine:
         """Return the key of what sends the steps of this engine, and of others, over a process group in one order."""
         return live_group(group) if isinstance(self.wire, C10d) else self.wire
 
-    def prepare(self) -> Plan | None:
-        """Make the plan for the present state now, not in the first step."""
+    def prepare(self, state: State = None) -> Plan | None:
+        """Make the plan for `state`, or the present one, now, not in the first step."""
+        if state is not None:
+            self._parts, self._structure = tree.flatten_any(state)
         return self._choose().plan
+
+    def fail_next_from(self, state: State, error: BaseException) -> None:
+        """Fail the next step on all ranks because of `error`: the others begin it from a state like `state`."""
+        self.prepare(state)
+        fail_next({self: error})
+        self.fail(error)
+        self.release_state()
 
     def expect(self, arrival: list[str]) -> None:
         """Expect gradients in the order `arrival` from the next step on; it must be the same on all ranks."""
@@ -600,12 +612,17 @@ class Engines:
                 "thread over a process group of its own"
             )
         try:
-            yield self._of(key, leaves)
+            yield self._of(key, leaves, state)
         finally:
             del self._calls[key]
 
     def of(self, leaves: Leaves, state: State) -> Engine:
-        return self._of(self._key(leaves, state), leaves)
+        """Return the engine for leaves and a state of these shapes.
+
+        Raises:
+            ValueError: The state was made for other leaves or another pipeline. The next step fails on all ranks.
+        """
+        return self._of(self._key(leaves, state), leaves, state)
 
     def _key(self, leaves: Leaves, state: State) -> Any:
         parts, structure = tree.flatten_any(state)
@@ -614,13 +631,41 @@ class Engines:
         world = [identity(group) for group in self._groups] if self._wire is C10D else []
         return likes, structure, kinds, tuple(world)
 
-    def _of(self, key: Any, leaves: Leaves) -> Engine:
+    def _of(self, key: Any, leaves: Leaves, state: State) -> Engine:
         engine = self._engines.pop(key, None)
         if engine is None:
             # empty_like gives a layout in which no two elements share memory: later gradients are copied into it.
             specs = {path: LeafSpec.of(torch.empty_like(leaf)) for path, leaf in leaves.items()}
             engine = self._make(specs, lane=Lane(self._healths.setdefault(key[-1], Health())))
+            self._require_fitting(engine, key, leaves, state)
             engine.connect()
         self._engines = dict([*self._engines.items(), (key, engine)][-MAX_PHASES:])
         self.last = engine
         return engine
+
+    def _require_fitting(self, engine: Engine, key: Any, leaves: Leaves, state: State) -> None:
+        """Raise a ValueError if `state` is not one for `leaves`, after the next step has failed on all ranks.
+
+        This is found before the new `engine` connects: other ranks, whose states are right, may have no such engine.
+        """
+        initial = self._sync.init(leaves)
+        initial_key = self._key(leaves, initial)
+        if initial_key == key:
+            return
+        try:
+            if engine.prepare(state) is None:  # without a plan nothing has looked at the state yet
+                require_like(repr(self._sync), state, initial)
+        except Exception as error:
+            before = self._engines.get(initial_key)  # whose counters are those of the other ranks
+            counters = _counters_of(state) | (before.counters if before is not None else {})
+            like = [
+                part.value if isinstance(part.value, Tensor) else counters.get(part.path, part.value)
+                for part in parts(initial)
+            ]
+            fitting = tree.replace_leaves(initial, like)
+            self.of(leaves, fitting).fail_next_from(fitting, error)
+            raise
+
+
+def _counters_of(state: State) -> dict[str, int]:
+    return {part.path: part.value for part in parts(state) if isinstance(part.value, int)}

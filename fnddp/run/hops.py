@@ -176,7 +176,7 @@ def owners_of(
         for name, p in parameters.items():
             if p.ndim and p.numel() >= CUT and -p.shape[0] % n <= p.shape[0] / 16:
                 apart.add(name)
-    return Owners.of(parameters, n, costs, apart)
+    return Owners.in_order(parameters, n, costs, apart)
 
 
 OWNED = "owned"

@@ -103,7 +103,7 @@ def simulate_training(
     if (optimizer is None) == (update is None):
         raise ValueError("simulate_training: give optimizer, which makes a torch.optim one, or update, and not both")
     leaves, spec = tree.flatten(params)
-    leaves = {path: leaf.detach().clone() for path, leaf in leaves.items()}
+    leaves = {path: leaves[path].detach().clone() for path in spec.paths}  # optimizers get them in this order
     owners = None
     if weights is not None:
         if optimizer is None:

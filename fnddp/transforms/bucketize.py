@@ -19,12 +19,13 @@ from fnddp.transforms.powersgd import powersgd
 class bucketize(Sync):
     """Lay out leaves of one dtype and device in flat one-dimensional buffers, and exchange those.
 
-    Buckets are filled in reverse registration order, the order in which backward produces gradients, and closed once
-    they hold the cap, as torch's DDP does. A bucket is named by its first and last leaf, so inner state is keyed by
-    leaf paths. The wrong choice around `powersgd`, which needs matrices: put it inside, `powersgd(bucketize(...))`.
+    Buckets are filled in the reverse order of paths, which is about that in which backward produces gradients and the
+    same on all ranks, and closed once they hold the cap, as torch's DDP does. A bucket is named by its first and last
+    leaf, so inner state is keyed by leaf paths. The wrong choice around `powersgd`, which needs matrices: put it
+    inside, `powersgd(bucketize(...))`.
 
     The caps set what the inner pipeline sees, such as a codec's blocks; plans join messages in buckets of their own
-    (`bucket_cap_mb`). All ranks must hold the leaves in the same order; `fnddp.verify` checks that.
+    (`bucket_cap_mb`).
 
     Args:
         cap_mb: Size at which a bucket is closed, in MiB.
@@ -69,8 +70,7 @@ class bucketize(Sync):
     def buckets(self, leaves: Leaves) -> dict[str, list[str]]:
         """Return leaf paths by bucket, in the order in which the buffer holds them; values are not read."""
         nbytes: dict[tuple[torch.dtype, torch.device], dict[str, int]] = {}
-        for path in reversed(list(leaves)):
-            leaf = leaves[path]
+        for path, leaf in reversed(tree.ordered(leaves).items()):
             nbytes.setdefault((leaf.dtype, leaf.device), {})[path] = leaf.numel() * leaf.element_size()
         caps = int(self.first_cap_mb * MB), int(self.cap_mb * MB)
         groups: list[list[str]] = []

@@ -4,6 +4,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch

@@ -61,7 +61,7 @@ class Matrices:
         self.optimizer, self._parameters, self._group = optimizer, dict(parameters), group
         self._rank, n = collectives.rank(group), collectives.world_size(group)
         costs = {name: float(p.numel() * min(p.shape)) for name, p in parameters.items()}
-        self.owners = Owners.of(parameters, n, costs)
+        self.owners = Owners.in_order(parameters, n, costs)
         shapes = tuple((name, p.shape) for name, p in parameters.items())
         self._shards = Owners(n, shapes, ())  # rows of each matrix, as FSDP cuts it
         self._gradients, self._weights = layers_of(gradients), layers_of(weights)

@@ -10,7 +10,7 @@ import torch
 
 from fnddp.core.options import checked_int
 from fnddp.core.sync import Local, Replicated, State, Sync
-from fnddp.core.tree import Leaves, Tree, replaced
+from fnddp.core.tree import Leaves, Tree, ordered, replaced
 from fnddp.outer.contract import Exchanges, outer, require_options
 from fnddp.outer.steps.diloco import Descending, outer_gradient
 from fnddp.schedules.choose import split_by_pattern
@@ -50,7 +50,8 @@ class streaming_diloco(Descending):
     Args:
         sync: The pipeline that takes the mean of the differences.
         every: Local steps from one exchange of a fragment to its next, H.
-        fragments: Number of fragments, runs of leaves of about the same size; or a pattern of leaf paths for each.
+        fragments: Number of fragments, runs of leaves in the order of their paths, of about the same size; or a pattern
+            of leaf paths for each.
         delay: Local steps from the start of an exchange to its end, below `every`.
         alpha: Weight of a rank's own parameters after an exchange, in [0, 1).
         lr, momentum, nesterov: Options of the outer optimizer: see `diloco`.
@@ -152,7 +153,7 @@ def divided(leaves: Leaves, fragments: Fragments, sizes: Mapping[str, int] | Non
 
     `sizes` are those of whole leaves, where these are shards.
     """
-    owner = "streaming_diloco"
+    owner, leaves = "streaming_diloco", ordered(leaves)
     if not isinstance(fragments, int):
         patterns = {pattern: re.compile(translate(pattern)) for pattern in fragments}
         return list(split_by_pattern(owner, leaves, patterns).values())
