@@ -275,6 +275,37 @@ def test_other_numbers_of_ranks_lose_nothing(gloo: Any, tmp_path: Path) -> None:
             torch.testing.assert_close(alone[key], (value + other[key]) / 2)
 
 
+def _compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def _of_parts(make: Callable[[], nn.Module] = net) -> nn.Module:
+    return nn.Sequential(*map(_compiled, make()))  # type: ignore[call-overload]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["module", "register"])
+@on_ranks(2)
+def test_a_compiled_run_continues_one_that_is_not_and_back(rank: int, kind: str, tmp_path: Path) -> None:
+    """A leaf is the same under each of its names: in states, in orders of gradients, in patterns, in random numbers."""
+    text = "partition({'0.*': error_feedback(random_k(allreduce, ratio=0.5)), '*': " + repr(SYNC) + "})"
+    made: list[Callable[[], nn.Module]] = [net, lambda: _compiled(net()), _of_parts]
+    plain, inside, parts, around = [Run(kind, text, make=make) for make in (*made, net)]
+    around.model = _compiled(around.model)
+    for saving, loading in ((plain, inside), (inside, parts), (parts, around), (around, plain)):
+        saving.train(0, 3)
+        save(tmp_path / "all", *saving.parts, sync=saving.keeper)
+        load(tmp_path / "all", *loading.parts, sync=loading.keeper)
+        state = fnddp.state_dict(saving.keeper.sync_state)
+        if kind == "module":
+            assert {*loading.keeper.learnt_order} == {name for name, _ in loading.keeper.module.named_parameters()}
+        assert state.keys() == fnddp.state_dict(loading.keeper.sync_state).keys()
+        loading.keeper.sync_state = fnddp.load_state_dict(loading.keeper.sync_state, state)
+        for run in (saving, loading):
+            run.train(3, 5)
+        assert torch.equal(parameters_of(loading.model), parameters_of(saving.model))
+
+
 @on_ranks(2)
 def test_what_does_not_fit_is_named(rank: int, tmp_path: Path) -> None:
     run = Run("module").train(0, 1)
