@@ -151,6 +151,9 @@ def without_autocast() -> AbstractContextManager[Any]:
     return _without_known_autocasts() if torch.compiler.is_compiling() else _C._DisableAutocast()
 
 
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""Names of the part of a module that `torch.compile` has compiled, or torch's `checkpoint_wrapper` wrapped."""
+
 _ACCELERATOR = (torch.accelerator.current_accelerator() or torch.device("cpu")).type
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
@@ -275,6 +276,37 @@ def test_other_numbers_of_ranks_lose_nothing(gloo: Any, tmp_path: Path) -> None:
             torch.testing.assert_close(alone[key], (value + other[key]) / 2)
 
 
+def _compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def _of_parts(make: Callable[[], nn.Module] = net) -> nn.Module:
+    return nn.Sequential(*map(_compiled, make()))  # type: ignore[call-overload]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["module", "register"])
+@on_ranks(2)
+def test_a_compiled_run_continues_one_that_is_not_and_back(rank: int, kind: str, tmp_path: Path) -> None:
+    """A leaf is the same under each of its names: in states, in orders of gradients, in patterns, in random numbers."""
+    text = "partition({'0.*': error_feedback(random_k(allreduce, ratio=0.5)), '*': " + repr(SYNC) + "})"
+    made: list[Callable[[], nn.Module]] = [net, lambda: _compiled(net()), _of_parts]
+    plain, inside, parts, around = [Run(kind, text, make=make) for make in (*made, net)]
+    around.model = _compiled(around.model)
+    for saving, loading in ((plain, inside), (inside, parts), (parts, around), (around, plain)):
+        saving.train(0, 3)
+        save(tmp_path / "all", *saving.parts, sync=saving.keeper)
+        load(tmp_path / "all", *loading.parts, sync=loading.keeper)
+        state = fnddp.state_dict(saving.keeper.sync_state)
+        if kind == "module":
+            assert {*loading.keeper.learnt_order} == {name for name, _ in loading.keeper.module.named_parameters()}
+        assert state.keys() == fnddp.state_dict(loading.keeper.sync_state).keys()
+        loading.keeper.sync_state = fnddp.load_state_dict(loading.keeper.sync_state, state)
+        for run in (saving, loading):
+            run.train(3, 5)
+        assert torch.equal(parameters_of(loading.model), parameters_of(saving.model))
+
+
 @on_ranks(2)
 def test_what_does_not_fit_is_named(rank: int, tmp_path: Path) -> None:
     run = Run("module").train(0, 1)
@@ -291,6 +323,30 @@ def test_what_does_not_fit_is_named(rank: int, tmp_path: Path) -> None:
         save(tmp_path, *Run("register").parts)
 
 
+@pytest.mark.parametrize("kind", ["module", "register"])
+@on_ranks(2)
+def test_another_pipeline_begins_anew_where_it_is_asked_for(rank: int, kind: str, tmp_path: Path) -> None:
+    """Also from a checkpoint without a pipeline; model and optimizer are what was saved."""
+    whole = Run(kind).train(0, 3)
+    save(tmp_path / "ours", *whole.parts, sync=whole.keeper, more={"step": 3})
+    bare = {"model": get_model_state_dict(whole.model), "optimizer": get_optimizer_state_dict(*whole.parts)}
+    dcp.save(bare, checkpoint_id=tmp_path / "bare")
+    for sync, folder in ((error_feedback(powersgd(allreduce, rank=2)), "ours"), (SYNC, "ours"), (SYNC, "bare")):
+        resumed, fresh = Run(kind, sync, seed=1).train(0, 1), Run(kind, sync, seed=1)
+        if sync != SYNC or folder == "bare":
+            with pytest.raises(ValueError, match="reset_sync=True"):
+                load(tmp_path / folder, *resumed.parts, sync=resumed.keeper)
+        more = {"more": {"step": 0}} if folder == "ours" else {}
+        assert load(tmp_path / folder, *resumed.parts, sync=resumed.keeper, reset_sync=True, **more) == (
+            {"step": 3} if more else {}
+        )
+        assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
+        assert resumed.optimizer.state_dict()["state"][0]["step"] == 3
+        state, initial = (fnddp.state_dict(run.keeper.sync_state) for run in (resumed, fresh))
+        assert [bits(value) for value in state.values()] == [bits(value) for value in initial.values()]
+        resumed.train(3, 4)
+
+
 @on_ranks(2)
 def test_each_rank_writes_a_file_into_a_folder_that_it_makes(rank: int, tmp_path: Path) -> None:
     """As on machines that share no file system, where the first rank's folder is not theirs."""
@@ -300,6 +356,27 @@ def test_each_rank_writes_a_file_into_a_folder_that_it_makes(rank: int, tmp_path
     residual = run.residual.clone()
     assert load_files(run.train(3, 4).keeper, None, folder, "sync")
     assert torch.equal(run.residual, residual)
+
+
+@on_ranks(2)
+def test_the_file_of_one_rank_is_enough_without_local_parts(rank: int, tmp_path: Path) -> None:
+    """With some, all ranks name the file that is missing, and how to go on without."""
+    for sync in (powersgd(fp16(allreduce), rank=1), allreduce):
+        run, resumed = Run("module", sync).train(0, 3), Run("module", sync)
+        for writer in (0, 1):
+            folder = tmp_path / f"{type(sync).__name__}{writer}"
+            if rank == writer:
+                save_file(run.keeper.sync_checkpoint(), None, folder, "sync")
+            dist.barrier()
+            assert load_files(resumed.keeper, None, folder, "sync")
+            state, expected = (fnddp.state_dict(each.keeper.sync_state) for each in (resumed, run))
+            assert [bits(value) for value in state.values()] == [bits(value) for value in expected.values()]
+    run = Run("module").train(0, 1)
+    if rank == 1:
+        save_file(run.keeper.sync_checkpoint(), None, tmp_path / "local", "sync")
+    dist.barrier()
+    with pytest.raises(FileNotFoundError, match="no sync-rank0.pt in .*reset_sync=True"):
+        load_files(run.keeper, None, tmp_path / "local", "sync")
 
 
 @on_ranks(2)

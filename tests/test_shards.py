@@ -514,6 +514,27 @@ def test_a_checkpoint_resumes_to_the_bit(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_other_pipelines_begin_anew_where_it_is_asked_for(rank: int, tmp_path: Path) -> None:
+    mesh = meshes(1, 2)
+    model = sharded(mesh["shard"])
+    handle = compress(model, mesh, **ALL_AXES)
+    train(model, batches(3), optimizer=torch.optim.AdamW(model.parameters()))
+    save(tmp_path, model, sync=handle)
+    others = {**ALL_AXES, "gradients": "bf16(two_shot)"}
+    resumed = sharded(mesh["shard"], seed=1)
+    again = compress(resumed, mesh, **others)
+    initial = fnddp.state_dict(again.state)
+    train(resumed, batches(1))
+    with pytest.raises(ValueError, match="reset_sync=True"):
+        load(tmp_path, resumed, sync=again)
+    load(tmp_path, resumed, sync=again, reset_sync=True)
+    assert torch.equal(local(resumed), local(model))
+    for key, value in fnddp.state_dict(again.state).items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(initial[key]))
+    train(resumed, batches(1))
+
+
+@on_ranks(2)
 def test_what_does_not_fit_raises_on_all_ranks(rank: int) -> None:
     refused = {
         "powersgd(allreduce)": "powersgd does not fit .* no matrices; .* compress_replicas",

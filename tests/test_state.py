@@ -28,6 +28,19 @@ def test_keys_say_what_is_replicated_and_what_is_local():
     assert list(state_dict(sync.init(PARAMS))) == ["local/rules.*.residual.fc.weight"]
 
 
+def test_a_leaf_is_the_same_compiled_or_not():
+    compiled = {"_orig_mod.fc.weight": PARAMS["fc.weight"], "_orig_mod.fc.bias": PARAMS["fc.bias"]}
+    in_part = {"fc._orig_mod.weight": PARAMS["fc.weight"], "fc._checkpoint_wrapped_module.bias": PARAMS["fc.bias"]}
+    sync = partition({"fc.*": SYNC})
+    saved = state_dict(sync.init(PARAMS))
+    for params in (compiled, in_part):
+        template = sync.init(params)
+        assert state_dict(template).keys() == saved.keys()
+        assert load_state_dict(template, saved).rules["fc.*"].inner.residual.keys() == params.keys()
+        for key, value in state_dict(template).items():  # queries are random, by name
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(saved[key]))
+
+
 def test_a_custom_state_without_marks_is_local_and_other_annotations_are_no_marks():
     assert state_dict({"mine": (torch.ones(1), 3)}) == {"local/mine.0": torch.ones(1), "local/mine.1": 3}
     assert state_dict(Commented(3)) == {"replicated/step": 3}

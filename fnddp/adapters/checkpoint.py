@@ -1,6 +1,6 @@
 """A pipeline's state in checkpoints: torch's distributed ones, the first rank's file, or a file of each rank."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnddp.core.agreement import agree
 from fnddp.core.parse import parse
-from fnddp.core.state import differing, load_state_dict, parts, state_dict
+from fnddp.core.state import FEW, differing, load_state_dict, parts, state_dict
 from fnddp.core.sync import LOCAL, State, Sync
 from fnddp.core.tree import is_inexact
 from fnddp.wire import control, groups
@@ -19,6 +19,9 @@ _WORLD_SIZE = "world_size"  # key of the number of ranks that saved a checkpoint
 _PARTS = "parts"
 _PIPELINE = "pipeline"
 _ORDER = "order"  # of gradients, which the owner's first step has learnt
+
+BEGIN_ANEW = "reset_sync=True to `load`, `prepare`, the Trainer or the strategy, to begin with an initial state"
+"""What an error names for a checkpoint whose state of the pipeline cannot be loaded."""
 
 
 class HasSync(Protocol):
@@ -51,6 +54,8 @@ class HasOrder(Protocol):
 
 class HasCheckpoint(Protocol):
     """A `fnddp.DistributedDataParallel`, or the result of `register`, `compress` or its parts."""
+
+    def reset_sync(self) -> None: ...
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> "Checkpoint": ...
 
@@ -130,7 +135,7 @@ class Checkpoint:
         have = saved[self._prefix + _PARTS]
         want = [part.key for part in parts(self._owner.sync_state)]
         if set(have) != set(want):
-            raise self._unfitting(saved, f"{differing(have, want)}; give that pipeline, to train on with its state")
+            raise self._unfitting(saved, differing(have, want))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the state: see `prepare`."""
@@ -180,7 +185,8 @@ class Checkpoint:
     def _unfitting(self, saved: Mapping[str, Any], why: str) -> ValueError:
         return ValueError(
             f"the checkpoint has the state of {saved[self._prefix + _PIPELINE]}, which does not fit "
-            f"{self._owner.sync.over(None)} for this model: {why}"
+            f"{self._owner.sync.over(None)} for this model: {why}; give that pipeline, to train on with its state, or "
+            f"{BEGIN_ANEW}"
         )
 
 
@@ -236,44 +242,61 @@ def load_gathered(owner: HasCheckpoint, saved: Mapping[str, Any]) -> None:
 
 
 def save_file(checkpoint: Checkpoint, group: str | None, folder: str | Path, name: str) -> None:
-    """Write this rank's state to `folder/name-rank<r>.pt`. All ranks call it; nothing is sent."""
+    """Write this rank's state to `folder/name-rank<r>.pt`; nothing is sent.
+
+    All ranks call it, or one alone if there are no local parts.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    torch.save(_on_cpu(checkpoint), _path(folder, name, groups.rank(group)))
+    torch.save(_on_cpu(checkpoint), file_of(folder, name, groups.rank(group)))
 
 
 def load_files(owner: HasCheckpoint, group: str | None, folder: str | Path, name: str) -> bool:
     """Set the state of `owner` from the files of `save_file`, written by as many ranks or another number: see `shares`.
 
-    All ranks must call it. As many ranks each read only their own file; another number of ranks reads all files.
+    All ranks must call it. As many ranks each read only their own file; another number of ranks reads all files. Where
+    the state has no local parts, one file is enough.
 
     Returns:
         False if there is no file, on any rank.
 
     Raises:
-        FileNotFoundError, ValueError: A file is missing, or files that this rank reads have other entries; the other
-            ranks raise a RankMismatchError.
+        FileNotFoundError: On all ranks: files are missing, which it names.
+        ValueError: Files that this rank reads have other entries; the other ranks raise a RankMismatchError.
         RankMismatchError: On all ranks: their files have other entries.
         ValueError: On all ranks: all files are of another pipeline, or other parameters.
     """
     owner.sync_checkpoint()  # ends a step that has broken off on this rank, in which the others wait
+    mine = file_of(folder, name, groups.rank(group))
+    found = sorted(Path(folder).glob(f"{name}-rank*.pt"), key=lambda path: path != mine)  # this rank's own first
+    if not any(control.all_gather_object(bool(found), group)):
+        return False
     saved: dict[str, Any] = {}
+    missing: list[Path] = []
 
     def read() -> dict[str, str]:
-        mine = _path(folder, name, groups.rank(group))
-        first = _read(mine if mine.exists() else _path(folder, name, 0))
-        wanted = shares(groups.rank(group), groups.world_size(group), first[_WORLD_SIZE])
-        for each in map(_read, (_path(folder, name, r) for r in wanted)):
+        if not found:
+            raise _missing(folder, [mine])
+        first = _read(found[0])
+        of_ranks = shares(groups.rank(group), groups.world_size(group), first[_WORLD_SIZE])
+        has_local_parts = any(key.startswith(f"{LOCAL}/") for key in first[_PARTS])
+        wanted = [file_of(folder, name, r) for r in of_ranks] if has_local_parts else found[:1]
+        missing.extend(path for path in wanted if path not in found)
+        for each in (_read(path) for path in wanted if path in found):
             if _origin(each) != _origin(first):
                 raise ValueError(f"{folder} has files of different runs: {_origin(first)}, and {_origin(each)}")
             saved.update(each)
         return _origin(first)
 
-    found = any(Path(folder).glob(f"{name}-rank*.pt"))
-    if b"\1" not in control.all_gather_bytes(bytes([found]), group):
-        return False
     agree(read, group)  # before any state is set
+    if absent := list(dict.fromkeys(path for each in control.all_gather_object(missing, group) for path in each)):
+        raise _missing(folder, absent)
     load_gathered(owner, saved)
     return True
+
+
+def file_of(folder: str | Path, name: str, rank: int) -> Path:
+    """Return the path of the file that `save_file` writes on `rank`."""
+    return Path(folder) / f"{name}-rank{rank}.pt"
 
 
 def _origin(saved: Mapping[str, Any]) -> dict[str, str]:
@@ -286,16 +309,16 @@ def _origin(saved: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _path(folder: str | Path, name: str, rank: int) -> Path:
-    return Path(folder) / f"{name}-rank{rank}.pt"
+def _missing(folder: str | Path, paths: Sequence[Path]) -> FileNotFoundError:
+    names = ", ".join(path.name for path in paths[:FEW]) + f" and {len(paths) - FEW} more" * (len(paths) > FEW)
+    return FileNotFoundError(
+        f"there is no {names} in {folder}: each rank has a part of the pipeline's state of its own, for which it must "
+        "save a file (accelerator.save_state on all ranks, not on the main process alone) in a folder that all ranks "
+        f"see; to go on without that state, give {BEGIN_ANEW}"
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(
-            f"there is no {path}: each rank has written a file of its own, and another number of ranks reads them all; "
-            "put them into a folder that all ranks see"
-        )
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

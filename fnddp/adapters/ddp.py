@@ -77,7 +77,7 @@ class Handle(PipelineHandle):
         if not self._looks_between and self._engine.step is not None and self._engine.step.is_polled:
             self._looks_between = True
             poll = WeakHook(self, Handle._look, "")
-            hooks: list[Any] = []
+            hooks: list[RemovableHandle] = []
             for parameter in self._parameters.values():
                 with as_trained(parameter):
                     hooks.append(parameter.register_post_accumulate_grad_hook(poll))

@@ -116,6 +116,10 @@ class HasPipeline:
         adopt = self._adopt if self._is_measured else None
         return Checkpoint(self, self._group, saved_world_size, adopt=adopt, order=self)
 
+    def reset_sync(self) -> None:
+        """Set the pipeline's state to the initial one. All ranks call it, between steps."""
+        self.sync_state = self.sync.init({name: leaf.empty() for name, leaf in self._engine.leaves.items()})
+
     @property
     def learnt_order(self) -> list[str]:
         """The order in which gradients come, by which buckets are laid out; empty before that is learnt."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fnddp.core.opaque import product
+from fnddp.core.tree import without_wrappers
 from fnddp.torch_private import has_modes
 
 _LOW_32 = 0xFFFFFFFF
@@ -94,7 +95,8 @@ def _words(shape: tuple[int, ...], name: str, seed: int, step: Any, rank: Any, d
 
 def _offset(name: str, seed: int, step: Any, rank: Any, device: torch.device | None) -> Tensor:
     # The step may be symbolic, so it enters as a tensor.
-    offset = torch.full((), step, dtype=torch.int64, device=device) * 0x9E3779B9 + _fnv1a(f"{seed}:{name}")
+    key = _fnv1a(f"{seed}:{without_wrappers(name)}")
+    offset = torch.full((), step, dtype=torch.int64, device=device) * 0x9E3779B9 + key
     return (offset + rank * 0x85EBCA6B).to(torch.int32)
 
 

@@ -19,7 +19,7 @@ FEW = 3  # keys that an error names
 class Part(NamedTuple):
     """One leaf of a state: "replicated" (equal on all ranks) or "local" (this rank's own), a tensor or a Python int.
 
-    Its path says where it stands in the state, for example `residual.fc.weight`.
+    Its path says where it stands in the state, for example `residual.fc.weight`, compiled or not.
     """
 
     kind: str
@@ -46,6 +46,7 @@ def parts(state: State) -> Iterator[Part]:
     """
     seen: set[str] = set()
     for path, annotations, value in tree.annotated_items(state):
+        path = tree.without_wrappers(path)
         if path in seen:
             raise ValueError(f"two parts of the state have the path {path!r}; rename one of the keys that lead to them")
         seen.add(path)

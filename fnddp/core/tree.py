@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fnddp.torch_private import constant_for_dynamo
+from fnddp.torch_private import WRAPPERS, constant_for_dynamo
 
 NAMESPACE = "fnddp"
 
@@ -131,6 +131,17 @@ def annotated_items(tree: Tree) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
                 hint = get_type_hints(entry.type, include_extras=True)[_name(entry)]
                 annotations.extend(getattr(hint, "__metadata__", ()))
         yield _path(accessor), tuple(annotations), value
+
+
+def without_wrappers(path: str) -> str:
+    """Return the path of a leaf without the names that wrappers of parts of a module, such as `torch.compile`, add.
+
+    It is the same leaf: a run that is compiled continues one that is not.
+
+    >>> without_wrappers("_orig_mod.layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    return ".".join([part for part in path.split(".") if part not in WRAPPERS])
 
 
 def flatten_any(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:

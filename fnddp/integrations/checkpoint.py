@@ -24,7 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fnddp.adapters.checkpoint import Checkpoint, HasCheckpoint
+from fnddp.adapters.checkpoint import BEGIN_ANEW, Checkpoint, HasCheckpoint
 from fnddp.adapters.handle import HasPipeline
 from fnddp.adapters.owners import STATE, OptimizerCheckpoint, OwnerDataParallel
 from fnddp.core.group import group_name
@@ -118,6 +118,7 @@ def load(
     sync: HasCheckpoint | None = None,
     more: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
+    reset_sync: bool = False,
 ) -> dict[str, Any]:
     """Read a checkpoint of `save` or `async_save`, on as many ranks or on others. All ranks must call it.
 
@@ -128,6 +129,8 @@ def load(
         folder, model, optimizers, sync, group: See `save`; model, optimizers and state are written to. Give several
             optimizers in the order in which they were saved.
         more: The names in `more` of `save`. Objects with a `load_state_dict` are written to.
+        reset_sync: Begin with the pipeline's initial state, and read none: for a checkpoint of another pipeline, or of
+            none.
 
     Returns:
         `more`, with the values that were saved.
@@ -141,22 +144,24 @@ def load(
     """
     model, stepping = _given(model, optimizers)
     keeper, checkpoint = _keeper(model, sync), _checkpoint(model, sync, group)
-    about, planner = {_SYNC: checkpoint.about()}, DefaultLoadPlanner()
+    about, planner = {} if reset_sync else {_SYNC: checkpoint.about()}, DefaultLoadPlanner()
     try:
         dcp.load(about, checkpoint_id=folder, process_group=group, planner=planner)
     except CheckpointException as error:
         raise ValueError(
             f"load: {folder} has no state of a pipeline for this rank: it was written without one, or of another "
-            f"number of shards ({error})"
+            f"number of shards ({error}); give {BEGIN_ANEW}"
         ) from error
-    checkpoint.require_fitting(about[_SYNC])
-    checkpoint.adopt_pipeline(about[_SYNC])
+    if not reset_sync:
+        checkpoint.require_fitting(about[_SYNC])
+        checkpoint.adopt_pipeline(about[_SYNC])
     before = {each: dict(each.state) for each in stepping if _has_some_state(model, each)}
     _clear([*before])  # torch fills the state of all parameters, or of none
     fresh, stepped = _without_state(stepping), {_STEPPED: [True for _ in stepping]}
     reading = _Reading()
     try:
-        state = _state(model, stepping, keeper.sync_checkpoint(checkpoint.saved_by(about[_SYNC])), more)
+        read = None if reset_sync else keeper.sync_checkpoint(checkpoint.saved_by(about[_SYNC]))
+        state = _state(model, stepping, read, more)
         _leave_out_unsaved(state, [] if planner.metadata is None else planner.metadata.state_dict_metadata)
         dcp.load(state, checkpoint_id=folder, process_group=group, planner=reading)
         if_known = DefaultLoadPlanner(allow_partial_load=True)
@@ -178,6 +183,8 @@ def load(
         raise
     if isinstance(keeper, HasPipeline):
         keeper.refuse(None)
+    if reset_sync:
+        keeper.reset_sync()
     _clear([each for each, has_stepped in zip(stepping, stepped[_STEPPED], strict=False) if not has_stepped])
     return {name: state[_MORE + name] for name in more or ()}
 
@@ -195,7 +202,7 @@ class _Reading(DefaultLoadPlanner):
 def _state(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | None,
     more: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     if isinstance(model, OwnerDataParallel):
@@ -206,7 +213,7 @@ def _state(
     state = {_MODEL: weights, _OPTIMIZER: moments, _SYNC: checkpoint}
     # Each at the top, where alone DCP calls an object's `state_dict` and `load_state_dict`.
     each = {_MORE + name: value for name, value in (more or {}).items()}
-    return {**{name: part for name, part in state.items() if part or name == _SYNC}, **each}
+    return {**{name: part for name, part in state.items() if part}, **each}
 
 
 def _to_save(

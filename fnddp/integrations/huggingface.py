@@ -1,22 +1,28 @@
 """Accelerate, and the `Trainer` of transformers. Needs `pip install 'fnddp[huggingface]'`."""
 
+import time
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
-from torch import nn
+from accelerate.utils import reduce as reduce_over_ranks
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fnddp.adapters.checkpoint import load_files, save_file
+from fnddp.adapters.checkpoint import file_of, load_files, save_file
 from fnddp.adapters.ddp import Handle, register
 from fnddp.core.state import parts
 from fnddp.core.sync import State, Sync
 from fnddp.run.choose import Auto, resolved
+from fnddp.wire.groups import live_rank
 
 _NAME = "fnddp"
+_SAVES_WITHIN = 2.0  # seconds between the files of ranks that save together
+_log = get_logger(__name__)
 _TRAINER_METHODS = (
     "create_accelerator_and_postprocess",
     "_save_optimizer_and_scheduler",
@@ -27,9 +33,10 @@ _TRAINER_METHODS = (
 class Pipelines:
     """Pipelines of an accelerator, in the place of its `DistributedDataParallelKwargs`: see `prepare`."""
 
-    def __init__(self, sync: Sync | Auto, wrapping: DistributedDataParallelKwargs | None) -> None:
+    def __init__(self, sync: Sync | Auto, wrapping: DistributedDataParallelKwargs | None, *, reset_sync: bool) -> None:
         self.sync: Sync | Auto = sync
-        self._wrapping = wrapping
+        self._wrapping, self._resets = wrapping, reset_sync
+        self._looks_for_files = self._looks_for_parameters = True  # until it has warned, or found that it need not
         self._handles: weakref.WeakKeyDictionary[DistributedDataParallel, Handle] = weakref.WeakKeyDictionary()
 
     def handle(self, model: nn.Module) -> Handle:
@@ -49,18 +56,49 @@ class Pipelines:
         self._handles[model] = register(model, self.sync)
 
     def save(self, models: Sequence[nn.Module], _: Any, folder: str) -> None:
-        """Write a file for each rank and each model, in `accelerator.save_state`."""
+        """Write a file for each rank and each model, in `accelerator.save_state`.
+
+        All ranks call it, or one alone if the pipeline has no state of each rank: else rank 0 warns, once.
+        """
         for name, handle in self._named(models):
-            save_file(handle.sync_checkpoint(), handle.group, folder, name)
+            checkpoint = handle.sync_checkpoint()
+            save_file(checkpoint, handle.group, folder, name)
+            if self._looks_for_files and checkpoint.has_local_parts and live_rank(handle.group) == 0:
+                self._looks_for_files = False
+                if not _comes(file_of(folder, name, 1)):
+                    _log.warning(
+                        f"rank 1 has not saved its part of the state of {handle.sync} in {folder}, without which "
+                        "load_state refuses to resume: call accelerator.save_state on all ranks, not on the main "
+                        "process alone"
+                    )
 
     def load(self, models: Sequence[nn.Module], folder: str) -> None:
         """Read the files of `save`, in `accelerator.load_state`; another number of ranks takes shares."""
         for name, handle in self._named(models):
-            found = load_files(handle, handle.group, folder, name)
-            if not found and list(parts(handle.state)):
-                get_logger(__name__).warning(
-                    f"{folder} has no fnddp state: {handle.sync} starts from its initial state"
+            if self._resets:
+                handle.reset_sync()
+            elif not load_files(handle, handle.group, folder, name) and list(parts(handle.state)):
+                _log.warning(f"{folder} has no fnddp state: {handle.sync} starts from its initial state")
+
+        if not self._handles and any(Path(folder).glob(f"{_NAME}-rank*.pt")):
+            _log.warning(
+                f"the state of a pipeline in {folder} is not used: there is one process alone, for which Accelerate "
+                "wraps nothing, so no pipeline runs"
+            )
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Run `accelerator.reduce`; warn, once, of parameters, which `accelerate.LocalSGD` gives."""
+        if self._looks_for_parameters and isinstance(tensor, Tensor):
+            parameters = [p for model in self._handles for p in model.parameters()]
+            if any(p.numel() and p.data_ptr() == tensor.data_ptr() for p in parameters):
+                self._looks_for_parameters = False
+                _log.warning(
+                    "accelerator.reduce takes the mean of parameters, as accelerate.LocalSGD lets it, whose backwards "
+                    f"are within no_sync: {self.sync} runs in none of these steps. For local steps with a pipeline, "
+                    "without LocalSGD and without prepare: fnddp.outer.attach(model, optimizer, "
+                    "fnddp.outer.local_sgd(every=8, sync=...)), or fnddp.outer.diloco, whose pipeline may be lossy"
                 )
+        return reduce_over_ranks(tensor, reduction, scale)
 
     def _named(self, models: Sequence[nn.Module]) -> Iterator[tuple[str, Handle]]:
         for index, model in enumerate(models):
@@ -70,21 +108,33 @@ class Pipelines:
 
     def _find(self, model: nn.Module) -> Handle | None:
         """Return the handle of a model that Accelerate returned, or of the module in it, compiled or not."""
-        parts = set(model.modules())
-        found = [handle for wrapped, handle in self._handles.items() if {wrapped, wrapped.module} & parts]
+        mine = {*model.parameters()}  # whose modules `compile_regions` of Accelerate has copied
+        found = [handle for wrapped, handle in self._handles.items() if mine.intersection(wrapped.parameters())]
         return found[-1] if found else None
 
 
-def prepare(accelerator: Accelerator, sync: str | Sync) -> Pipelines:
+def _comes(path: Path) -> bool:
+    """Return whether another rank writes `path` about now, as ranks do that save together."""
+    end = time.monotonic() + _SAVES_WITHIN
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    return path.exists()
+
+
+def prepare(accelerator: Accelerator, sync: str | Sync, *, reset_sync: bool = False) -> Pipelines:
     """Synchronize the gradients of all models of `accelerator` with `sync`. Call this before `accelerator.prepare`.
 
     The pipeline is registered in torch's class, in which Accelerate wraps models. `save_state` writes the pipeline's
-    state, a file for each rank, and `load_state` reads it, so resuming is exact to the bit. The wrong choice where
-    Accelerate wraps models otherwise, as with FSDP. With one process it wraps nothing, and no pipeline runs.
+    state, a file for each rank, and `load_state` reads it, so resuming is exact to the bit. Where the pipeline has a
+    state of each rank, such as a residual, all ranks must call `save_state`. The wrong choice where Accelerate wraps
+    models otherwise, as with FSDP, and for `accelerate.LocalSGD`, which sends no gradients: it logs a warning. With one
+    process Accelerate wraps nothing, and no pipeline runs.
 
     Args:
         accelerator: One that has prepared no model yet.
         sync: The pipeline, or its text. "auto" measures which to take for each model: see `fnddp.register`.
+        reset_sync: Let `load_state` begin with the pipeline's initial state, and read none: to resume with another
+            pipeline, or from a checkpoint that lacks files.
 
     Returns:
         An object whose `.handle(model)` has the pipeline and the state of each model.
@@ -119,8 +169,9 @@ def prepare(accelerator: Accelerator, sync: str | Sync) -> Pipelines:
         raise RuntimeError(
             "prepare: call it before accelerator.prepare, which has wrapped a model without the pipeline"
         )
-    pipelines = Pipelines(resolved(sync), wrapping)
+    pipelines = Pipelines(resolved(sync), wrapping, reset_sync=reset_sync)
     accelerator.ddp_handler = pipelines  # pyright: ignore[reportAttributeAccessIssue]
+    accelerator.reduce = pipelines.reduce
     accelerator.register_save_state_pre_hook(pipelines.save)
     accelerator.register_load_state_pre_hook(pipelines.load)
     return pipelines
@@ -130,8 +181,9 @@ class FnddpTrainerMixin:
     """A mixin for a Trainer of transformers: `class OurTrainer(FnddpTrainerMixin, Trainer)`.
 
     `OurTrainer(model, args, ..., sync=...)` trains with the gradients of the pipeline, or of its text. Checkpoints have
-    the pipeline's state, a file for each rank, and `train(resume_from_checkpoint=...)` continues to the bit. The wrong
-    choice for several GPUs in one process, a TypeError, and for what `prepare` refuses.
+    the pipeline's state, a file for each rank, and `train(resume_from_checkpoint=...)` continues to the bit; with
+    `reset_sync=True` it begins with the pipeline's initial state, as `prepare` says. The wrong choice for several GPUs
+    in one process, a TypeError, and for what `prepare` refuses.
 
     Attributes:
         pipelines: The result of `prepare`.
@@ -153,8 +205,8 @@ class FnddpTrainerMixin:
                 f"class {cls.__name__}(FnddpTrainerMixin, Trainer); the class after it has no {', '.join(missing)}"
             )
 
-    def __init__(self, *args: Any, sync: str | Sync = "allreduce", **kwargs: Any) -> None:
-        self._sync = sync
+    def __init__(self, *args: Any, sync: str | Sync = "allreduce", reset_sync: bool = False, **kwargs: Any) -> None:
+        self._sync, self._resets_sync = sync, reset_sync
         super().__init__(*args, **kwargs)
 
     @property
@@ -167,7 +219,7 @@ class FnddpTrainerMixin:
         super().create_accelerator_and_postprocess()  # pyright: ignore[reportAttributeAccessIssue]
         if self.args.n_gpu > 1:
             raise TypeError(f"{type(self).__name__}: {self.args.n_gpu} GPUs in one process; start one each: torchrun")
-        self.pipelines = prepare(self.accelerator, self._sync)
+        self.pipelines = prepare(self.accelerator, self._sync, reset_sync=self._resets_sync)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # pyright: ignore[reportAttributeAccessIssue]

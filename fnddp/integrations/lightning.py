@@ -33,6 +33,8 @@ class FnddpStrategy(DDPStrategy):
     Args:
         sync: The pipeline, or its text. "auto" measures which to take when `fit` begins, and keeps it: see
             `fnddp.DistributedDataParallel`.
+        reset_sync: Let `fit(ckpt_path=...)` begin with the pipeline's initial state, and read none: to resume with
+            another pipeline.
         **kwargs: Arguments of Lightning's `DDPStrategy`, including those for `fnddp.DistributedDataParallel`.
 
     Raises:
@@ -45,10 +47,11 @@ class FnddpStrategy(DDPStrategy):
     True
     """
 
-    def __init__(self, sync: str | Sync = "allreduce", **kwargs: Any) -> None:
+    def __init__(self, sync: str | Sync = "allreduce", *, reset_sync: bool = False, **kwargs: Any) -> None:
         pipeline = _pipeline(sync, kwargs)
         super().__init__(**kwargs)
         self.sync: Any = pipeline  # "auto" until it is measured
+        self._resets = reset_sync
         self._kept: tuple[nn.Module, State, list[str]] | None = None
         self._loaded: Mapping[str, Any] | None = None
 
@@ -91,7 +94,7 @@ class FnddpStrategy(DDPStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._kept, self._loaded = None, checkpoint.get(KEY, {})
+            self._kept, self._loaded = None, None if self._resets else checkpoint.get(KEY, {})
         return checkpoint
 
     def teardown(self) -> None:
@@ -107,6 +110,8 @@ class FnddpStrategy(DDPStrategy):
 class FnddpFabricStrategy(FabricDDPStrategy):
     """`FnddpStrategy` for `lightning.Fabric(strategy=...)`; `fabric.save` and `fabric.load` include the state.
 
+    With `reset_sync=True` `fabric.load` reads no state, and sets the initial one.
+
     Source: `lightning/fabric/strategies/ddp.py` of Lightning 2.6.
 
     >>> from fnddp import allreduce
@@ -114,10 +119,11 @@ class FnddpFabricStrategy(FabricDDPStrategy):
     True
     """
 
-    def __init__(self, sync: str | Sync = "allreduce", **kwargs: Any) -> None:
+    def __init__(self, sync: str | Sync = "allreduce", *, reset_sync: bool = False, **kwargs: Any) -> None:
         pipeline = _pipeline(sync, kwargs)
         super().__init__(**kwargs)
         self.sync: Sync | Auto = pipeline
+        self._resets = reset_sync
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _wrapped(module, self.sync, self._determine_ddp_device_ids(), self._ddp_kwargs)
@@ -138,7 +144,9 @@ class FnddpFabricStrategy(FabricDDPStrategy):
         if isinstance(state, dict):
             saved, loaded = rest.pop(KEY, {}), cast("dict[str, Any]", state)
             for name, model in loaded.items():
-                if isinstance(model, DistributedDataParallel):
+                if isinstance(model, DistributedDataParallel) and self._resets:
+                    model.reset_sync()
+                elif isinstance(model, DistributedDataParallel):
                     _restore(model, saved.get(name, {}))
         return rest
 

@@ -307,6 +307,11 @@ class Attached:
         fresh = self._fresh()
         self._state = load_state_dict(fresh, {**state_dict(fresh), **saved})
 
+    def reset_sync(self) -> None:
+        """Set the state to the initial one, whose anchors are the present parameters, with no tokens counted."""
+        self.state = self._fresh()
+        self._count_from(None if self._tokens is None else 0, {}, {})
+
     def sync_checkpoint(self, saved_world_size: int | None = None) -> OuterCheckpoint:
         """Return the state for torch.distributed.checkpoint: see `fnddp.integrations.checkpoint.save`.
 

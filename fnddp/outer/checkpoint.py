@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.adapters.checkpoint import BEGIN_ANEW, Checkpoint
 from fnddp.core.state import differing, load_state_dict, parts
 from fnddp.core.sync import State
+from fnddp.core.tree import without_wrappers
 from fnddp.outer.contract import Outer
 from fnddp.outer.shards import local
 
@@ -45,7 +46,8 @@ class OuterCheckpoint(Checkpoint):
         self, owner: HasOuter, parameters: Mapping[str, nn.Parameter], place: str, others: Collection[int]
     ) -> None:
         self._others = {*others}
-        self._attached, self._parameters = owner, dict(sorted(parameters.items(), key=lambda each: -len(each[0])))
+        named = {without_wrappers(name): p for name, p in parameters.items()}  # as `parts` names them
+        self._attached, self._parameters = owner, dict(sorted(named.items(), key=lambda each: -len(each[0])))
         self._place = f"shard {place}/" if place else ""
         whole = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
         fresh = owner.outer.init(owner.outer.leaves_of(whole, None))
@@ -85,7 +87,7 @@ class OuterCheckpoint(Checkpoint):
         if set(saved[_PARTS]) != set(mine[_PARTS]):
             raise ValueError(
                 f"the checkpoint has the state of {saved[_OUTER]}, which does not fit {mine[_OUTER]} for this model: "
-                f"{differing(saved[_PARTS], mine[_PARTS])}; give that step, to train on with its state"
+                f"{differing(saved[_PARTS], mine[_PARTS])}; give that step, to train on with its state, or {BEGIN_ANEW}"
             )
 
     def prepare(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:

@@ -23,7 +23,7 @@ from fnddp.core import tree
 from fnddp.core.buckets import BUCKET_CAPS
 from fnddp.core.state import parts, require_like, shared
 from fnddp.core.sync import REMEMBERED, State, Sync, groups_of, require_weighable
-from fnddp.core.tree import Leaves
+from fnddp.core.tree import Leaves, without_wrappers
 from fnddp.device import device_of, one_of, require_carried
 from fnddp.ir.plan_data import require_backend
 from fnddp.ir.program import LeafSpec, LoweringError
@@ -417,6 +417,8 @@ class Engine:
 
     def continue_with(self, learnt: list[str]) -> None:
         """Expect gradients in the order that the run has learnt which this one continues; learn anew if it had not."""
+        named = {without_wrappers(name): name for name in self.leaves}  # the run may not have been compiled, or is
+        learnt = [named.get(without_wrappers(name), name) for name in learnt]
         if self.step is not None:
             raise RuntimeError("the order of gradients cannot be set while a step is open, which is laid out by it")
         if not learnt and self._can_learn_order:  # its first step is laid out as any first step

@@ -1,7 +1,7 @@
 """Choice of the pipeline of each leaf and each step."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from fnmatch import translate
 from typing import Any, ClassVar, NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.options import at_least, checked_int, checked_pairs
 from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
-from fnddp.core.tree import Leaves, Tree, check_entries, paired, replaced
+from fnddp.core.tree import Leaves, Tree, check_entries, paired, replaced, without_wrappers
 from fnddp.reducers.all_reduce import allreduce
 
 MAX_PATTERN = 1000  # characters: patterns may come from hostile text, and compile in more than linear time
@@ -61,7 +61,7 @@ class partition(Sync):
         if len(dict(rules)) < len(rules):
             raise ValueError(f"partition: a pattern occurs twice in {[pattern for pattern, _ in rules]}")
         # Compiled here: Dynamo can trace a match, but not the translation of a pattern.
-        object.__setattr__(self, "_compiled", {pattern: re.compile(translate(pattern)) for pattern, _ in rules})
+        object.__setattr__(self, "_compiled", compiled_patterns(dict(rules)))
 
     def split(self, leaves: Leaves) -> dict[str, Leaves]:
         """Return the leaves of each pattern."""
@@ -86,6 +86,7 @@ class partition(Sync):
 
     def rule_of(self, path: str) -> Sync | None:
         """Return the pipeline of the leaf `path`; None if no pattern has it."""
+        path = without_wrappers(path)
         return next((sync for pattern, sync in dict(self.rules).items() if self._compiled[pattern].match(path)), None)
 
     def reduces(self, path: str) -> bool:
@@ -93,12 +94,17 @@ class partition(Sync):
         return rule is None or rule.reduces(path)
 
 
+def compiled_patterns(patterns: Iterable[str]) -> dict[str, re.Pattern[str]]:
+    """Return what `split_by_pattern` takes, by pattern."""
+    return {pattern: re.compile(translate(without_wrappers(pattern))) for pattern in patterns}
+
+
 def split_by_pattern(owner: str, leaves: Leaves, patterns: Mapping[str, re.Pattern[str]]) -> dict[str, Leaves]:
     """Return the leaves of each pattern, the first one that matches their path: see `partition`."""
     parts: dict[str, Leaves] = {pattern: {} for pattern in patterns}
     for path, leaf in leaves.items():
         for pattern, compiled in patterns.items():
-            if compiled.match(path):
+            if compiled.match(without_wrappers(path)):
                 parts[pattern][path] = leaf
                 break
         else:

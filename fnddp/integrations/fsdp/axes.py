@@ -64,6 +64,11 @@ class Compressed:
         for set_state in prepared:
             set_state()
 
+    def reset_sync(self) -> None:
+        """Set the states of all axes to the initial ones. All ranks call it, between steps."""
+        for handle in self._handles.values():
+            handle.reset_sync()
+
     def sync_checkpoint(self, saved_world_size: tuple[int, ...] | None = None) -> Checkpoints:
         """Return the state for torch.distributed.checkpoint: see `fnddp.integrations.checkpoint.save`.
 

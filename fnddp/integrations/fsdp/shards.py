@@ -120,6 +120,10 @@ class Shards:
     def sync_state(self, state: State) -> None:
         self.state = state
 
+    def reset_sync(self) -> None:
+        """Set the state of `gradients` to the initial one. All ranks call it, between steps."""
+        self.state = {unit.name: unit.init() for unit in self._reductions.units if unit.name in self.state}
+
     def sync_checkpoint(self, saved_world_size: int | tuple[int, ...] | None = None) -> Checkpoint:
         """Return the state for torch.distributed.checkpoint: see `fnddp.DistributedDataParallel.sync_checkpoint`.
 

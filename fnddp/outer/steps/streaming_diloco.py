@@ -1,9 +1,7 @@
 """Streaming DiLoCo: fragments of the model are exchanged in turn, while ranks train."""
 
 import copy
-import re
 from collections.abc import Mapping
-from fnmatch import translate
 from typing import NamedTuple, Self, TypeAlias
 
 import torch
@@ -13,7 +11,7 @@ from fnddp.core.sync import Local, Replicated, State, Sync
 from fnddp.core.tree import Leaves, Tree, ordered, replaced
 from fnddp.outer.contract import Exchanges, outer, require_options
 from fnddp.outer.steps.diloco import Descending, outer_gradient
-from fnddp.schedules.choose import split_by_pattern
+from fnddp.schedules.choose import compiled_patterns, split_by_pattern
 
 Fragments: TypeAlias = int | tuple[str, ...]
 
@@ -155,8 +153,7 @@ def divided(leaves: Leaves, fragments: Fragments, sizes: Mapping[str, int] | Non
     """
     owner, leaves = "streaming_diloco", ordered(leaves)
     if not isinstance(fragments, int):
-        patterns = {pattern: re.compile(translate(pattern)) for pattern in fragments}
-        return list(split_by_pattern(owner, leaves, patterns).values())
+        return list(split_by_pattern(owner, leaves, compiled_patterns(fragments)).values())
     if len(leaves) < fragments:
         raise ValueError(f"{owner}: {len(leaves)} leaves cannot be {fragments} fragments; a leaf is not divided")
     sizes = {path: leaf.numel() for path, leaf in leaves.items()} if sizes is None else sizes
