@@ -240,6 +240,47 @@ def test_parameters_that_are_frozen_for_a_time_are_synchronized_when_they_are_th
         assert bits(list(grads.values())) == bits([gather(grad)[0] for grad in grads.values()])
 
 
+@pytest.mark.parametrize("text", ["allreduce", "error_feedback(powersgd(allreduce, rank=1, min_compression_rate=0))"])
+@on_ranks(2)
+def test_parameters_that_are_thawed_after_wrapping_are_synchronized_from_the_next_forward(rank: int, text: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    module[0].requires_grad_(False)
+    model = DistributedDataParallel(module, sync=text)
+    data = torch.randn(6, 4, generator=torch.Generator().manual_seed(rank))
+    model(data).square().sum().backward()
+    before, steps = model.sync_state, model._engine.begun
+    module[0].requires_grad_()
+    if rank == 0:
+        with torch.no_grad():
+            model(data)
+    for begun in (1, 2):
+        model.zero_grad()
+        model(data).square().sum().backward()
+        grads = grads_of(model)
+        assert len(grads) == 6
+        assert bits(grads) == bits([gather(grad)[0] for grad in grads])
+        assert model._engine.begun == steps + begun
+    if text != "allreduce":
+        assert before.residual.keys() < model.sync_state.residual.keys()
+    module.append(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="3.weight.*wrap the module again"):
+        model(data)
+
+
+@on_ranks(2)
+def test_ranks_that_thaw_other_parameters_all_raise(rank: int) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    module[:2].requires_grad_(False)
+    model = DistributedDataParallel(module)
+    module[rank].requires_grad_()
+    with pytest.raises(fnddp.RankMismatchError, match="ranks disagree about leaf '[01].weight'"):
+        model(X)
+    module[:2].requires_grad_()
+    model(X).sum().backward()
+    assert bits(grads_of(model)) == bits([gather(grad)[0] for grad in grads_of(model)])
+
+
 @on_ranks(2)
 def test_a_set_up_that_raises_changes_nothing(rank: int) -> None:
     model = wrapped()

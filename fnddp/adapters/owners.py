@@ -103,7 +103,7 @@ class OwnerDataParallel(DistributedDataParallel):
     hold. Gradients are in the parameters of the optimizer; in those of the model others stand for them.
     """
 
-    steps_class = _OwnerSteps
+    steps_class, _takes_in_thawed = _OwnerSteps, False  # they would have no owners
 
     def __init__(
         self,

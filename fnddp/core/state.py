@@ -142,6 +142,13 @@ def require_like(owner: str, state: State, template: State) -> State:
     return tree.map_tensors(lambda part: part.clone() if is_foreign(part) else part.data, state)
 
 
+def continued(fresh: State, before: State) -> State:
+    """Return `fresh`, the state for further leaves, with the parts that `before` has of the same place and shape."""
+    held = {part.path: part.value for part in parts(before)}
+    kept = [(held.get(part.path), part.value) for part in parts(fresh)]
+    return tree.replace_leaves(fresh, [old if describe(old) == describe(new) else new for old, new in kept])
+
+
 def shared(state: State) -> State:
     """Return views of the tensors of `state`: their reference counts show whether a caller still holds them.
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,9 +50,23 @@ class WrappedParameters:
             raise RuntimeError(f"{OWNER}: no parameter of the module requires a gradient; use it unwrapped")
         return cls(
             parameters={name: p for name, p in named.items() if name in trained and p not in theirs},
-            frozen={name: p for name, p in named.items() if name not in trained},
+            frozen={name: p for name, p in named.items() if name not in trained and p not in theirs},
             others=frozenset([*ignored, *(name for name, p in named.items() if p in theirs)]),
         )
+
+    def all(self) -> list[nn.Parameter]:
+        return [*self.parameters.values(), *self.frozen.values()]
+
+    @property
+    def thawed(self) -> list[str]:
+        """Names of those that are not frozen any more."""
+        return [name for name, p in self.frozen.items() if p.requires_grad]
+
+    def thawed_too(self) -> "WrappedParameters":
+        """Return these parameters, of which those that are not frozen any more are synchronized."""
+        thawed = {name: self.frozen[name] for name in self.thawed}
+        frozen = {name: p for name, p in self.frozen.items() if name not in thawed}
+        return replace(self, parameters=self.parameters | thawed, frozen=frozen)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return tensors like the gradients: the parameters, but for those with another `grad_dtype`."""
@@ -86,9 +100,10 @@ class Slots:
         """Return the tensors that the module runs with, by name."""
         return _held(self._places)
 
-    def require_known(self, module: nn.Module) -> None:
-        """Raise a RuntimeError if a frozen parameter is not frozen any more, or there are new parameters."""
-        require_synchronized(self._owner, _held(self._frozen_places).items(), frozenset(), self._fix)
+    def require_known(self, module: nn.Module, *, has_gradients: bool = True) -> None:
+        """Raise a RuntimeError if there are new parameters, or one is not frozen any more and `has_gradients`."""
+        if has_gradients:
+            require_synchronized(self._owner, _held(self._frozen_places).items(), frozenset(), self._fix)
         has_same_parts = module is self._module and all(held == before for held, before in self._parts)
         if has_same_parts and all(len(held) == size for held, size in self._sizes):
             return

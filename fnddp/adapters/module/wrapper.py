@@ -38,7 +38,7 @@ from fnddp.run.engine import Engine, Lane
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import Membership
-from fnddp.wire.protocol import Wire
+from fnddp.wire.protocol import Elastic, Wire
 from fnddp.wire.weights import Weight
 
 _PREFIX, _SYNC_PREFIX, _PIPELINE = "module.", "sync_state.", "pipeline"
@@ -112,6 +112,8 @@ class DistributedDataParallel(TorchNames):
 
     steps_class: ClassVar[type[Steps]] = Steps
     """Runs its backwards."""
+
+    _takes_in_thawed: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -381,7 +383,8 @@ class DistributedDataParallel(TorchNames):
         active = torch_private.active_ddp()
         if active is not None and self in active.modules():
             raise _shared_with_torch("it, or a module of which it is a part,")
-        self._slots.require_known(self.module)
+        self._take_in_thawed()
+        self._slots.require_known(self.module, has_gradients=torch.is_grad_enabled())
         if self._synchronizes:
             self._require_no_stand_ins()
         if not self._log.has_stepped:
@@ -445,6 +448,26 @@ class DistributedDataParallel(TorchNames):
         return {n: t.to(dtype) if t.is_floating_point() else t for n, t in held.items()}
 
     # Set-up
+
+    def _take_in_thawed(self) -> None:
+        """Synchronize parameters that were frozen when the module was wrapped, and are not any more.
+
+        All ranks do so, in the next forward with gradients, where they agree on these parameters.
+        """
+        names = self._trained.thawed if torch.is_grad_enabled() else []
+        if not (names and self._takes_in_thawed) or isinstance(self._wire, Elastic) or self._join_config.enable:
+            return
+        self._steps.require_same_world()
+        trained, initial = self._trained.thawed_too(), list[State]()
+
+        def described() -> dict[str, str]:
+            grads = trained.gradients()
+            initial.append(state.continued(self.sync.init(grads), self.sync_state))
+            return description(self.sync, grads, initial[0])
+
+        with device_of(self.device).selected():
+            agree(described, self._group, self._wire, call=f"the forward after {', '.join(names)} were thawed")
+        self._use(self.sync, initial[0], trained, self._engine.lane)
 
     def _agreed(self, sync: Sync | str, *, verify: bool) -> tuple[Sync, State]:
         """Return the pipeline as it will run, and its initial state."""
@@ -543,7 +566,7 @@ def _trained(module: nn.Module, ignored: set[str], before: Collection[str] = ())
     for name, part in module.named_modules():
         if TorchDDP in type(part).__mro__:  # isinstance is also true of ours
             raise _shared_with_torch(f"the part {name!r} of the module" if name else "the module")
-    theirs = {parameter for part in _parts(module) for parameter in part._trained.parameters.values()}  # pyright: ignore[reportPrivateUsage]
+    theirs = {parameter for part in _parts(module) for parameter in part._trained.all()}  # pyright: ignore[reportPrivateUsage]
     return WrappedParameters.of(module, ignored, theirs, before)
 
 
