@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 from contextlib import ExitStack, nullcontext, suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
-from fnddp import CollectiveError, DistributedDataParallel, allreduce, fp16
+from fnddp import CollectiveError, DistributedDataParallel, StepFailedError, allreduce, fp16
 from fnddp.core import tree
 from fnddp.laws import bits, gather
 from fnddp.wire import control
@@ -356,6 +357,49 @@ def test_a_rank_that_sets_the_state_it_has_compares_it_all_the_same(rank: int, w
     for of_ranks in (states, states[::-1]):
         with pytest.raises(fnddp.RankMismatchError, match="step"):
             setattr(owner, "state" if way == "attach" else "sync_state", of_ranks[rank])
+
+
+def bad_batch(_: Tensor) -> None:
+    raise ValueError("bad batch")
+
+
+@pytest.mark.parametrize("way", ["weight", "handler"])
+@on_ranks(2)
+def test_ranks_are_told_the_error_of_a_backward_that_a_block_or_a_handler_sees(rank: int, way: str) -> None:
+    model = wrapped()
+    saved = copy.deepcopy(model.state_dict())
+    require_mean(model, rank, 2)
+    model.zero_grad()
+
+    def step() -> None:
+        with model.weight(1) if way == "weight" else nullcontext():
+            try:
+                model(X).sum().backward()
+            except ValueError:
+                if way == "handler":
+                    model.load_state_dict(saved)
+                raise
+
+    if rank == 1:
+        hook = model.module.weight.register_hook(bad_batch)
+        with pytest.raises(ValueError, match="bad batch"):
+            step()
+        hook.remove()
+    else:
+        with pytest.raises(StepFailedError, match="rank 1 failed with .*ValueError: bad batch"):
+            step()
+    require_mean(model, rank, 2)
+
+
+@on_ranks(2)
+def test_a_rank_that_alone_sets_the_pipeline_raises_an_error_that_names_the_call(rank: int) -> None:
+    model = wrapped(process_group=dist.new_group(timeout=timedelta(seconds=2)))
+    require_mean(model, rank, 2)
+    if rank == 0:
+        with pytest.raises(CollectiveError, match=r"sync='bf16\(allreduce\)' waited .* All ranks must make this call"):
+            model.sync = "bf16(allreduce)"
+        assert model.sync.over(None) == allreduce
+    dist.barrier()
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ A `Backward` is idle; open from the first gradient, with a step; and idle again,
 alike. Ways in say only what differs: which gradients no hook has seen, what is checked, and what is undone.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Set
@@ -90,7 +91,7 @@ class Backward:
     def is_running(self) -> bool:
         """Return True if a step is open; fail it if its backward has raised, which autograd does not report."""
         if self.step is not None and self.has_raised:
-            self.fail_all(RuntimeError(UNFINISHED))
+            self.fail_all(_unfinished())
         return self.step is not None
 
     @property
@@ -195,8 +196,14 @@ class Backward:
         if self.step is not None and self._together is not None and not self.has_raised:
             raise RuntimeError("a backward of it is running in another thread; wait for its end")
         if self.step is not None or self.has_raised:
-            self.fail_all(RuntimeError(UNFINISHED))
+            self.fail_all(_unfinished())
         self._together = self.failure = None
+
+
+def _unfinished() -> RuntimeError:
+    """Return the error of a step whose backward has raised, with what that was if the caller is handling it."""
+    cause = sys.exception()
+    return RuntimeError(UNFINISHED if cause is None else f"{UNFINISHED}: {type(cause).__name__}: {cause}")
 
 
 class _Together:

@@ -301,7 +301,7 @@ class DistributedDataParallel(TorchNames):
                         "all that no_sync has accumulated: put the last backward into the block"
                     )
             except BaseException as error:
-                if is_for_steps and self._engine.begun == begun:
+                if is_for_steps and (self._engine.is_open or self._engine.begun == begun):
                     steps.backward.fail_next(error)
                 raise
             finally:
