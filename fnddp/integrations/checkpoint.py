@@ -308,6 +308,8 @@ def _leave_out_unsaved(state: Mapping[str, Any], saved: Collection[str]) -> None
     moments = state.get(_OPTIMIZER)
     if moments is None:
         return
+    if isinstance(moments, OptimizerCheckpoint):
+        moments.saved = {key.removeprefix(f"{_OPTIMIZER}.") for key in saved}
     of_leaf = moments.names if isinstance(moments, OptimizerCheckpoint) else [*moments["state"]]
     begin, names, with_state = f"{_OPTIMIZER}.{STATE}", {*of_leaf}, set[str]()
     for key in (key.removeprefix(begin).split(".") for key in saved if key.startswith(begin)):
