@@ -459,3 +459,14 @@ def test_workers_of_an_outer_step_save_each_its_own(rank: int, tmp_path: Path) -
     assert torch.equal(parameters_of(again[0]), before)
     for each in (attached, again[2]):
         each.detach()
+
+
+@on_ranks(2)
+def test_a_save_in_the_background_waits_for_the_one_before(rank: int, tmp_path: Path) -> None:
+    """Their messages would meet, and wait for each other."""
+    model = fnddp.DistributedDataParallel(nn.Sequential(*(nn.Linear(20, 20) for _ in range(60))))
+    written = [async_save(tmp_path / str(i), model, more={"step": i}) for i in range(3)]
+    for each in reversed(written):
+        each.result(timeout=20)
+    for i in range(3):
+        assert load(tmp_path / str(i), model, more={"step": -1}) == {"step": i}

@@ -1295,3 +1295,30 @@ def test_clipping_of_lists_is_that_of_each(rank: int):
     loss_of(owned.model(batch(rank, 0))).backward()
     with pytest.raises(RuntimeError, match=r"_foreach_add_.*cannot have that of 'embed.weight'"):
         torch._foreach_add_([p.grad for p in owned.net.parameters() if p.grad is not None], 1.0)
+
+
+@pytest.mark.parametrize("before", ["the class", "allgather", "ef21(qsgd(allgather))"])
+@on_ranks(2)
+def test_a_checkpoint_of_another_second_hop_begins_with_the_weights_of_the_model(
+    rank: int, before: str, tmp_path: Path
+):
+    first = Everywhere() if before == "the class" else Owned({"gradients": "two_shot", "weights": before})
+    hops = {"gradients": "two_shot", "weights": "ef21(quantize(allgather, bits=4))"}
+    again, by_name = Owned(hops), Owned(hops)
+    for step in range(2):
+        first.step(rank, step, True)
+    again.step(rank, 7, True)
+    save(tmp_path, first.model, first.optimizers)
+    load(tmp_path, again.model, again.optimizers)
+    require_equal(again.net, first.net)
+    by_name.net.load_state_dict(first.net.state_dict())
+    if isinstance(first, Everywhere):
+        saved = get_optimizer_state_dict(first.net, first.optimizers)
+    else:
+        saved = first.model.optimizer_state_dict()
+    by_name.model.load_optimizer_state_dict(saved)
+    if before == "ef21(qsgd(allgather))":  # which has weights of owners
+        assert bits(again.model.optimizer_state_dict()["weights"]) == bits(saved["weights"])
+    for each in (again, by_name):
+        each.step(rank, 2, True)
+    require_equal(again.net, by_name.net)

@@ -141,14 +141,14 @@ class OwnedOptimizer:
         rows = {name: self._rows(name) for name in self._seen}
         return {name: rows[name].to(self._dtypes[name], copy=True) for name in changed(rows, self._seen)}
 
-    def follow(self) -> None:
-        """Take over what has been written to the model's parameters since the last step, or loaded into them."""
+    def follow(self, *, everything: bool = False) -> None:
+        """Take over what has been written to the model's parameters since the last step, or `everything` there."""
         for name, own in self.own.items():
             if not self.is_apart and own.data_ptr() != (rows := self._rows(name)).data_ptr():
                 own.data = rows  # .data of the model's is another tensor now
-        for name, weights in self.written().items():
-            self.own[name].detach().copy_(weights)
-            self._seen[name].copy_(weights)
+        for name in self._seen if everything else self.written():
+            for each in (self.own[name].detach(), self._seen[name]):
+                each.copy_(self._rows(name))
 
     def follow_cleared(self) -> None:
         """Clear the gradients whose stand-ins are gone, as by `zero_grad` of the module."""

@@ -418,7 +418,8 @@ class OwnerDataParallel(DistributedDataParallel):
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load the result of `optimizer_state_dict`, or torch's, of any number of ranks: each takes what it owns.
 
-        Load the model's weights first.
+        Load the model's weights first. What another second hop has not saved begins anew: owners' weights are the
+        model's, and random numbers those that come next here.
 
         Raises:
             ValueError: It is of other optimizers or parameters.
@@ -445,12 +446,13 @@ class OwnerDataParallel(DistributedDataParallel):
                 indexed.append({**options, "params": list(range(at, at + len(held["params"])))})
                 at += len(held["params"])
             each.optimizer.load_state_dict({"state": state, "param_groups": indexed})
-            each.follow()  # of weights that were loaded: a state of other hops has none of owners
+            each.follow(everything=True)  # a state of other hops has no weights of owners
             for name, whole in dict(saved.get("weights", {})).items():
                 if name in each.own and each.is_apart:
                     each.own[name].detach().copy_(each.own_part(name, whole))
         for each, codecs in zip(self._sharded, saved.get("codecs", []), strict=False):
-            each.engine.state = load_state_dict(each.engine.state, codecs)
+            if codecs.keys() == of_state(each.engine.state).keys():
+                each.engine.state = load_state_dict(each.engine.state, codecs)
 
     def optimizer_checkpoint(self) -> "OptimizerCheckpoint":
         """Return the state of all optimizers for torch.distributed.checkpoint, without gathering it anywhere.
@@ -507,12 +509,15 @@ class OptimizerCheckpoint:
     Attributes:
         stepped: Optimizers that have taken a step on some rank: leaves of theirs without a state are saved without one.
         left_out: Names of leaves whose state is not loaded, since what was saved has none.
+        saved: Keys of what is loaded, if it may be of another second hop, which has none of what this one keeps; None
+            where all is there.
     """
 
     def __init__(self, model: OwnerDataParallel) -> None:
         self._model = model
         self.stepped: Collection[torch.optim.Optimizer] = ()
         self.left_out: Collection[str] = ()
+        self.saved: Collection[str] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -536,6 +541,9 @@ class OptimizerCheckpoint:
                 saved |= {key: self._global(each, name, p, value) for key, value in entries.items()}
         for i, each in enumerate(model._sharded):  # pyright: ignore[reportPrivateUsage]
             saved |= {f"{CODECS}{i}.{key}": value for key, value in of_state(each.engine.state).items()}
+        if (there := self.saved) is not None:
+            anew = (CODECS,) if any(key.startswith(WEIGHTS) for key in there) else (CODECS, WEIGHTS)
+            saved = {key: value for key, value in saved.items() if key in there or not key.startswith(anew)}
         saved["param_groups"] = model._groups()  # pyright: ignore[reportPrivateUsage]
         return saved
 
@@ -546,13 +554,14 @@ class OptimizerCheckpoint:
         weights: dict[str, Tensor] = {}
         codecs: list[dict[str, Any]] = []
         for i, each in enumerate(model._sharded):  # pyright: ignore[reportPrivateUsage]
-            codecs.append({key: state_dict[f"{CODECS}{i}.{key}"] for key in of_state(each.engine.state)})
+            mine = of_state(each.engine.state)
+            codecs.append({key: state_dict.get(f"{CODECS}{i}.{key}", value) for key, value in mine.items()})
             for name in each.own:
                 begin = f"{STATE}{name}."
                 entries = {key.removeprefix(begin): key for key in state_dict if key.startswith(begin)}
                 if entries:
                     state[name] = {key: _local(state_dict[entry]) for key, entry in entries.items()}
-                if each.is_apart:
+                if f"{WEIGHTS}{name}" in state_dict:
                     weights[name] = _local(state_dict[f"{WEIGHTS}{name}"]).clone()  # loaded in place, into the owner's
         groups = state_dict["param_groups"]
         model.load_optimizer_state_dict({"state": state, "param_groups": groups, "weights": weights, "codecs": codecs})

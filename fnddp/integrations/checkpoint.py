@@ -1,7 +1,8 @@
 """torch.distributed.checkpoint: model, optimizers and the pipeline's state in one call of all ranks."""
 
+import weakref
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -81,6 +82,10 @@ def save(
     dcp.save(state, checkpoint_id=folder, process_group=group)
 
 
+_under_way: "weakref.WeakKeyDictionary[dist.ProcessGroup, Future[Any]]" = weakref.WeakKeyDictionary()
+"""The last `async_save` of each process group."""
+
+
 def async_save(
     folder: str | Path,
     model: nn.Module,
@@ -93,7 +98,8 @@ def async_save(
 ) -> Future[Any]:
     """Save as `save` does, but return when all is copied to the CPU, and write while training continues.
 
-    Its messages have a process group of their own, made in the first call, apart from the collectives of training.
+    Its messages have a process group of their own, made in the first call, apart from the collectives of training. They
+    would meet those of another save that is under way, so a call waits until that one is written.
 
     Args:
         folder, model, optimizers, sync, more, group: See `save`.
@@ -105,9 +111,15 @@ def async_save(
     """
     state = _to_save(model, optimizers, sync, more, group)
     kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
+    ranks = (live_group(None) if group is None else group) if dist.is_initialized() else None
+    if ranks is not None and ranks in _under_way:
+        wait([_under_way[ranks]])  # its error is that of its own `result`
     saver = group if in_process else _saver(group)
     response = dcp.async_save(state, checkpoint_id=folder, process_group=saver, async_checkpointer_type=kind)
-    return response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+    written = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+    if ranks is not None:
+        _under_way[ranks] = written
+    return written
 
 
 def load(
@@ -308,6 +320,8 @@ def _leave_out_unsaved(state: Mapping[str, Any], saved: Collection[str]) -> None
     moments = state.get(_OPTIMIZER)
     if moments is None:
         return
+    if isinstance(moments, OptimizerCheckpoint):
+        moments.saved = {key.removeprefix(f"{_OPTIMIZER}.") for key in saved}
     of_leaf = moments.names if isinstance(moments, OptimizerCheckpoint) else [*moments["state"]]
     begin, names, with_state = f"{_OPTIMIZER}.{STATE}", {*of_leaf}, set[str]()
     for key in (key.removeprefix(begin).split(".") for key in saved if key.startswith(begin)):
