@@ -45,12 +45,16 @@ class Run:
     ) -> None:
         torch.manual_seed(seed)
         module = make()
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
         if kind == "register":
             self.model: Any = nn.parallel.DistributedDataParallel(module)
             self.keeper: Any = fnddp.register(self.model, sync)
         else:
-            self.model = self.keeper = fnddp.DistributedDataParallel(module, sync=sync, **options)
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+            if kind == "own":
+                self.model = fnddp.own(module, self.optimizer, sync, "ef21(quantize(allgather))")
+            else:
+                self.model = fnddp.DistributedDataParallel(module, sync=sync, **options)
+            self.keeper = self.model
 
     def backward(self, step: int) -> None:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
@@ -285,11 +289,12 @@ def _of_parts(make: Callable[[], nn.Module] = net) -> nn.Module:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["module", "register"])
+@pytest.mark.parametrize("kind", ["module", "register", "own"])
 @on_ranks(2)
 def test_a_compiled_run_continues_one_that_is_not_and_back(rank: int, kind: str, tmp_path: Path) -> None:
     """A leaf is the same under each of its names: in states, in orders of gradients, in patterns, in random numbers."""
     text = "partition({'0.*': error_feedback(random_k(allreduce, ratio=0.5)), '*': " + repr(SYNC) + "})"
+    text = "error_feedback(quantize(two_shot, rounding='stochastic'))" if kind == "own" else text
     made: list[Callable[[], nn.Module]] = [net, lambda: _compiled(net()), _of_parts]
     plain, inside, parts, around = [Run(kind, text, make=make) for make in (*made, net)]
     around.model = _compiled(around.model)
@@ -298,7 +303,7 @@ def test_a_compiled_run_continues_one_that_is_not_and_back(rank: int, kind: str,
         save(tmp_path / "all", *saving.parts, sync=saving.keeper)
         load(tmp_path / "all", *loading.parts, sync=loading.keeper)
         state = fnddp.state_dict(saving.keeper.sync_state)
-        if kind == "module":
+        if kind != "register":
             assert {*loading.keeper.learnt_order} == {name for name, _ in loading.keeper.module.named_parameters()}
         assert state.keys() == fnddp.state_dict(loading.keeper.sync_state).keys()
         loading.keeper.sync_state = fnddp.load_state_dict(loading.keeper.sync_state, state)

@@ -151,6 +151,43 @@ def test_checkpoints_and_lightnings_own_strategy(rank: int, tmp_path: Path) -> N
 
 
 @on_ranks(2)
+def test_another_pipeline_begins_anew_where_it_is_asked_for(rank: int, tmp_path: Path) -> None:
+    from lightning.fabric import Fabric
+    from lightning.pytorch import Callback
+
+    from fnddp.integrations.lightning import FnddpFabricStrategy, wrapped_in
+
+    other, saved = error_feedback(powersgd(allreduce, rank=2)), tmp_path / "one.ckpt"
+    begun: list[tuple[Tensor, Tensor]] = []
+    look: Any = Callback()
+    look.on_train_start = lambda trainer, model: begun.append(
+        (residual(trainer.strategy.sync_state).clone(), parameters_of(model).clone())
+    )
+    with launched(rank):
+        model, trainer = fitted(tmp_path, SYNC, 1)
+        trainer.save_checkpoint(saved)
+        fitted(tmp_path, other, 2, saved, callbacks=[look], arguments={"reset_sync": True})
+        assert not begun[0][0].any()
+        assert torch.equal(begun[0][1], parameters_of(model))
+
+        def made(sync: Any, **options: Any) -> Any:
+            fabric = Fabric(accelerator="cpu", devices=2, strategy=FnddpFabricStrategy(sync, **options))
+            fabric.launch()
+            return fabric, fabric.setup(module().net)
+
+        fabric, model = made(SYNC)
+        fabric.backward(model(torch.ones(2, 6) + rank).square().mean())
+        fabric.save(tmp_path / "fabric.ckpt", {"model": model})
+        fabric, model = made(other)
+        with pytest.raises(ValueError, match="reset_sync=True"):
+            fabric.load(tmp_path / "fabric.ckpt", {"model": model}, weights_only=True)
+        fabric, model = made(other, reset_sync=True)
+        fabric.backward(model(torch.ones(2, 6) + rank).square().mean())
+        fabric.load(tmp_path / "fabric.ckpt", {"model": model}, weights_only=True)
+        assert not residual(wrapped_in(model).sync_state).any()
+
+
+@on_ranks(2)
 def test_the_plain_mean_is_lightnings_own(rank: int, tmp_path: Path) -> None:
     clipped: Any = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     with launched(rank):

@@ -24,6 +24,7 @@ from fnddp.core.group import Group, group_name
 from fnddp.core.state import describe, load_state_dict, on_cpu
 from fnddp.core.state import state_dict as of_state
 from fnddp.core.sync import State, Sync
+from fnddp.core.tree import without_wrappers
 from fnddp.plan.plan import Plan
 from fnddp.reducers.halves import Owners, with_halves
 from fnddp.run.engine import fail_next
@@ -404,12 +405,12 @@ class OwnerDataParallel(DistributedDataParallel):
         state: dict[str, Any] = {}
         weights: dict[str, Any] = {}
         for name, each in self._of.items():
-            parts = [held[name] for held in everyone if name in held]
+            parts, saved_as = [held[name] for held in everyone if name in held], without_wrappers(name)
             of_leaf = self._joined(each.owners, name, [part for part, _ in parts])
             if of_leaf:
-                state[name] = of_leaf
+                state[saved_as] = of_leaf
             if each.is_apart and parts:  # a leaf without elements has no owner
-                weights[name] = self._joined(each.owners, name, [whole for _, whole in parts])[""]
+                weights[saved_as] = self._joined(each.owners, name, [whole for _, whole in parts])[""]
         saved: dict[str, Any] = {"state": state, "param_groups": self._groups(), "weights": weights}
         if any(each.engine.state != () for each in self._sharded):
             saved["codecs"] = [of_state(each.engine.state) for each in self._sharded]
@@ -427,17 +428,19 @@ class OwnerDataParallel(DistributedDataParallel):
         groups = list(saved["param_groups"])
         require_same_groups(groups, self._groups())
         for each in self._sharded:
-            for name in each.own.keys() & saved["state"].keys():
-                shapes = [each.owners.shape(name), each.own[name].shape]  # rows come from an OptimizerCheckpoint
-                require_shapes("load_optimizer_state_dict", each.optimizer, name, shapes, saved["state"][name])
+            for name, p in each.own.items():
+                of_leaf = saved["state"].get(without_wrappers(name), {})
+                shapes = [each.owners.shape(name), p.shape]  # rows come from an OptimizerCheckpoint
+                require_shapes("load_optimizer_state_dict", each.optimizer, name, shapes, of_leaf)
         for each in self._sharded:
             count = len(each.optimizer.param_groups)
             of_optimizer, groups = groups[:count], groups[count:]
             names = [name for group in self._names(each) for name in group]
+            own = {without_wrappers(name): name for name in each.own}
             state = {
-                i: {key: each.own_part(name, value) for key, value in saved["state"][name].items()}
+                i: {key: each.own_part(own[name], value) for key, value in saved["state"][name].items()}
                 for i, name in enumerate(names)
-                if name in each.own and name in saved["state"]
+                if name in own and name in saved["state"]
             }
             at = 0
             indexed: list[dict[str, Any]] = []
@@ -448,8 +451,8 @@ class OwnerDataParallel(DistributedDataParallel):
             each.optimizer.load_state_dict({"state": state, "param_groups": indexed})
             each.follow(everything=True)  # a state of other hops has no weights of owners
             for name, whole in dict(saved.get("weights", {})).items():
-                if name in each.own and each.is_apart:
-                    each.own[name].detach().copy_(each.own_part(name, whole))
+                if name in own and each.is_apart:
+                    each.own[own[name]].detach().copy_(each.own_part(own[name], whole))
         for each, codecs in zip(self._sharded, saved.get("codecs", []), strict=False):
             if codecs.keys() == of_state(each.engine.state).keys():
                 each.engine.state = load_state_dict(each.engine.state, codecs)
@@ -465,7 +468,7 @@ class OwnerDataParallel(DistributedDataParallel):
     def _names(self, each: OwnedOptimizer) -> list[list[str]]:
         everyone = *self.module.named_parameters(), *each.parameters.items()  # frozen ones, too
         everyone = *everyone, *each.own.items(), *each.others.items()
-        name_of = {id(p): name for name, p in everyone}
+        name_of = {id(p): without_wrappers(name) for name, p in everyone}  # as torch saves them
         return [[name_of[id(p)] for p in g["params"] if id(p) in name_of] for g in each.optimizer.param_groups]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -522,7 +525,8 @@ class OptimizerCheckpoint:
     @property
     def names(self) -> list[str]:
         """Names of the leaves of all owners."""
-        return [name for each in self._model._sharded for name in each.parameters]  # pyright: ignore[reportPrivateUsage]
+        sharded = self._model._sharded  # pyright: ignore[reportPrivateUsage]
+        return [without_wrappers(name) for each in sharded for name in each.parameters]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of what this rank owns, by name; of an optimizer without one, one to load into."""
@@ -534,10 +538,11 @@ class OptimizerCheckpoint:
             with nullcontext() if each.optimizer in self.stepped else each.filled():
                 state_of = {name: dict(each.optimizer.state.get(p, {})) for name, p in each.own.items()}
             for name, p in each.own.items():
-                of_leaf = {} if name in self.left_out else state_of[name]
-                entries = {f"{STATE}{name}.{key}": value for key, value in of_leaf.items()}
+                saved_as = without_wrappers(name)
+                of_leaf = {} if saved_as in self.left_out else state_of[name]
+                entries = {f"{STATE}{saved_as}.{key}": value for key, value in of_leaf.items()}
                 if each.is_apart:
-                    entries[f"{WEIGHTS}{name}"] = weights_of[name].detach()
+                    entries[f"{WEIGHTS}{saved_as}"] = weights_of[name].detach()
                 saved |= {key: self._global(each, name, p, value) for key, value in entries.items()}
         for i, each in enumerate(model._sharded):  # pyright: ignore[reportPrivateUsage]
             saved |= {f"{CODECS}{i}.{key}": value for key, value in of_state(each.engine.state).items()}
@@ -556,7 +561,7 @@ class OptimizerCheckpoint:
         for i, each in enumerate(model._sharded):  # pyright: ignore[reportPrivateUsage]
             mine = of_state(each.engine.state)
             codecs.append({key: state_dict.get(f"{CODECS}{i}.{key}", value) for key, value in mine.items()})
-            for name in each.own:
+            for name in map(without_wrappers, each.own):
                 begin = f"{STATE}{name}."
                 entries = {key.removeprefix(begin): key for key in state_dict if key.startswith(begin)}
                 if entries:

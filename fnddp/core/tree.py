@@ -54,7 +54,7 @@ def _in_order(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 @lru_cache  # the same in each step, and for each transform of a pipeline
 def _sorted(paths: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(sorted(paths, key=_place))
+    return tuple(sorted(paths, key=lambda path: (_place(without_wrappers(path)), path)))
 
 
 def _place(path: str) -> list[str | tuple[int, str]]:

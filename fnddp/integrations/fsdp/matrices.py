@@ -19,7 +19,7 @@ from fnddp.core.codec import Encoded, Key, Layer, Layers, Payload, batches_of, e
 from fnddp.core.group import group_name
 from fnddp.core.state import describe, on_cpu
 from fnddp.core.sync import Sync
-from fnddp.core.tree import Leaves, changed
+from fnddp.core.tree import Leaves, changed, without_wrappers
 from fnddp.integrations.fsdp.unit import layers_of
 from fnddp.reducers.halves import OwnerRows, Owners, to_all
 from fnddp.run.hops import (
@@ -518,7 +518,7 @@ def _matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[
                 f"own_matrices: {name!r} is {describe(p)} with placements {placements}, and not a matrix that FSDP2 "
                 "shards by rows over one mesh; call fully_shard first, and give other parameters another optimizer"
             )
-        found[name] = p
+        found[without_wrappers(name)] = p  # as torch saves it
         groups[group_name(p.device_mesh.get_group(sharded[0])) or ""] = None
     if not found:
         raise ValueError(f"own_matrices: {type(optimizer).__name__} has no parameter; give it matrices of the model")
