@@ -44,6 +44,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
 )
 from torch._utils import _get_device_index
 from torch.autograd import forward_ad
@@ -335,6 +336,7 @@ class Fakes:
             allow_dynamic_output_shape_ops=False,
         )
         self.mode = FakeTensorMode(shape_env=self._shapes, static_shapes=True, allow_non_fake_inputs=True)
+        self.mode.cache_enabled = False  # the recorder's own asks for less
         self._symbols: list[sympy.Symbol] = []
 
     def tensor(self, tensor: Tensor) -> Tensor:
@@ -343,15 +345,22 @@ class Fakes:
 
     def dense(self, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a fake tensor without views, quicker than by an operation."""
-        with _C._DisableTorchDispatch():
-            memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return FakeTensor(self.mode, memory, device)
+        return _dense(self.mode, shape, stride, dtype, device)
 
     def view(self, base: Tensor, shape: Any, stride: Any, offset: int) -> Tensor:
         """Return a view of `base`, `offset` elements further on, quicker than by an operation."""
         with _C._DisableTorchDispatch():
             memory = torch.as_strided(base, shape, stride, base.storage_offset() + offset)
         return FakeTensor(self.mode, memory, base.device)
+
+    def made(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """Return what `operation` makes of fake tensors, on their device, without the rules of FakeTensorMode where its kernel says all."""
+        devices = {arg.device for arg in args if isinstance(arg, Tensor)}
+        if not _is_made_by_kernel(operation) or len(devices) != 1 or kwargs.get("device") is not None:
+            return operation(*args, **kwargs)
+        with in_kernel_invocation_manager(self.mode):
+            made = operation(*args, **kwargs)
+        return FakeTensor(self.mode, made, *devices)
 
     def number(self, value: int) -> Any:
         """Return a symbol that is `value` in comparisons."""
@@ -374,6 +383,18 @@ class Fakes:
         names = ", ".join(map(str, self._symbols))
         test = eval(f"lambda {names}: {PythonPrinter().doprint(guards)}", {"math": math})
         return lambda numbers: bool(test(*numbers))
+
+
+def _dense(mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with _C._DisableTorchDispatch():
+        memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, memory, device)
+
+
+def fake_like(like: Any, shape: Any, row: int | None = None) -> Tensor:
+    """Return a fake tensor like another, of this shape: dense, or a matrix whose rows are `row` elements apart."""
+    stride = (row, 1) if row is not None else torch.empty(shape, device="meta").stride()
+    return _dense(like.fake_mode, shape, stride, like.dtype, like.device)
 
 
 @contextmanager
@@ -439,12 +460,24 @@ def makes_one_view(operation: Any) -> bool:
 
 
 @cache
-def makes_one_tensor(operation: Any) -> bool:
-    """Return whether an operation makes a new tensor and does nothing else."""
+def makes_tensors(operation: Any) -> bool:
+    """Return whether an operation makes one or more new tensors, always as many, and does nothing else."""
     schema = operation._schema
-    is_new = len(schema.returns) == 1 and schema.returns[0].alias_info is None
-    is_tensor = is_new and str(schema.returns[0].type) == "Tensor"
-    return is_tensor and not schema.is_mutable and operation not in UNSAFE_VIEWS
+    is_new = all(each.alias_info is None and str(each.type) == "Tensor" for each in schema.returns)
+    return is_new and len(schema.returns) > 0 and not schema.is_mutable and operation not in UNSAFE_VIEWS
+
+
+_OF_KERNELS = {getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "_to_copy", "new_empty", "new_zeros")}
+
+
+@cache
+def _is_made_by_kernel(operation: Any) -> bool:
+    """Return whether the kernel for the meta device determines what an operation makes of tensors of one device.
+
+    FakeTensorMode asks the same kernel, or a decomposition in Python, and takes many times as long.
+    """
+    is_pointwise = torch.Tag.pointwise in operation.tags and makes_tensors(operation)
+    return makes_one_view(operation) or is_pointwise or operation in _OF_KERNELS
 
 
 def out_of_place(operation: Any) -> Any:
@@ -459,7 +492,7 @@ def out_of_place(operation: Any) -> Any:
 @cache
 def elementwise_out(operation: Any) -> Any:
     """Return the `out=` form of an elementwise operation, or None if there is none."""
-    if torch.Tag.pointwise not in getattr(operation, "tags", ()) or not makes_one_tensor(operation):
+    if torch.Tag.pointwise not in getattr(operation, "tags", ()) or not makes_tensors(operation):
         return None
     wanted = [(argument.name, str(argument.type)) for argument in operation._schema.arguments]
     packet = operation.overloadpacket

@@ -124,6 +124,10 @@ class Draft:
 def copied(traced: Draft, request: Request) -> Draft:
     """Return a trace, with a graph of its own, for another request."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(traced.graph, copies))
+    for node in traced.graph.nodes:
+        # Arguments are assigned later, since `create_node` looks through all of them.
+        copies[node] = copy = graph.create_node(node.op, node.target, name=node.name)
+        copy.args, copy.kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copy.meta.update(node.meta)
     names = {copies[node]: name for node, name in traced.names.items()}
     return Draft(request, graph, traced.held, names, traced.phase, traced.is_by_bucket)

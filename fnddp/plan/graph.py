@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor, fx
@@ -40,9 +41,14 @@ def is_view(node: fx.Node) -> bool:
     """Return whether the result of `node` shares memory with its first argument."""
     if node.target is operator.getitem:  # of several results: views if the operation makes views
         return is_view(node.all_input_nodes[0])
-    if node.target is take or node.target in UNSAFE_VIEWS:
+    return _makes_view(node.target)
+
+
+@cache
+def _makes_view(function: Any) -> bool:
+    if function is take or function in UNSAFE_VIEWS:
         return True
-    returned = getattr(getattr(node.target, "_schema", None), "returns", ())  # a Python function has none
+    returned = getattr(getattr(function, "_schema", None), "returns", ())  # a Python function has none
     return any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
 
 
@@ -79,8 +85,18 @@ def is_tensor(argument: object) -> bool:
 
 def remove_dead(graph: fx.Graph) -> fx.Graph:
     """Remove nodes that nothing reads, collectives too: they are dead on all ranks alike."""
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    for node in reversed(graph.nodes):  # fx's own pass checks the whole graph first
+        if not node.users and node.op not in ("placeholder", "output"):
+            graph.erase_node(node)
     return graph
+
+
+def call(graph: fx.Graph, function: Any, args: Any, kwargs: Any, made: Any, name: str | None = None) -> fx.Node:
+    """Add a node that stands for `made`, the result of a call of `function`."""
+    node = graph.create_node("call_function", function, name=name)
+    # Assigned later, since `create_node` looks through all arguments.
+    node.args, node.kwargs, node.meta["val"] = args, kwargs, made
+    return node
 
 
 def tensor_nodes(graph: fx.Graph) -> Iterator[fx.Node]:

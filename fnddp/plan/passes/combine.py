@@ -13,8 +13,8 @@ from torch import fx
 
 from fnddp.ir.program import Collective, LoweringError, PayloadSpec
 from fnddp.plan.draft import Draft
-from fnddp.plan.graph import is_light, launch, sorted_topologically, take, tensor_nodes, value
-from fnddp.torch_private import functional_collectives
+from fnddp.plan.graph import call, is_light, launch, sorted_topologically, take, tensor_nodes, value
+from fnddp.torch_private import fake_like, functional_collectives
 from fnddp.wire.groups import DEFAULT_GROUP, within, world_size
 from fnddp.wire.kinds import KINDS, Kind
 
@@ -178,11 +178,10 @@ def _replace(graph: fx.Graph, members: Sequence[Traced], collective: Collective)
                 result.meta["val"] = like
             else:  # a column of the buffer: what follows was traced on a tensor without gaps
                 rows, width = collective.received_shape(position)
-                result.meta["val"] = like.new_empty((rows, 2 * width))[:, :width]
-                result = graph.call_function(aten.clone.default, (result,), {"memory_format": torch.contiguous_format})
-                result.meta["val"] = like.reshape(rows, width)
-                result = graph.call_function(aten.view.default, (result, list(like.shape)))
-                result.meta["val"] = like
+                result.meta["val"] = fake_like(like, (rows, width), 2 * width)
+                options = {"memory_format": torch.contiguous_format}
+                result = call(graph, aten.clone.default, (result,), options, fake_like(like, (rows, width)))
+                result = call(graph, aten.view.default, (result, list(like.shape)), {}, like)
             traced.waited.replace_all_uses_with(result)
             graph.erase_node(traced.waited)
             graph.erase_node(traced.node)

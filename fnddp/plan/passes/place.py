@@ -218,12 +218,13 @@ RULES: tuple[Callable[[_Memories, fx.Node], Storage | None], ...] = (
 
 def _residuals(leaves: dict[fx.Node, str], parts: Sequence[fx.Node]) -> dict[str, fx.Node]:
     """Return for each leaf a part of the state that one operation reads together with it, such as its residual."""
+    known = set(parts)
     return {
         path: part
         for leaf, path in leaves.items()
         for user in leaf.users
         for part in user.all_input_nodes
-        if part in parts and _same_kind(value(leaf), value(part))
+        if part in known and _same_kind(value(leaf), value(part))
     }
 
 

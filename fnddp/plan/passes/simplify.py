@@ -8,8 +8,9 @@ from torch import Tensor, fx
 
 from fnddp.device import device_of
 from fnddp.plan.draft import Draft
-from fnddp.plan.graph import is_tensor, is_view, output_nodes, placeholders, remove_dead, tensor_nodes, value
+from fnddp.plan.graph import call, is_tensor, is_view, output_nodes, placeholders, remove_dead, tensor_nodes, value
 from fnddp.plan.passes.combine import reaches
+from fnddp.torch_private import fake_like
 
 aten: Any = torch.ops.aten
 
@@ -116,9 +117,7 @@ def _fits(x: Tensor, product: Tensor) -> bool:
 def _view(graph: fx.Graph, node: fx.Node, shape: torch.Size) -> fx.Node:
     if value(node).shape == shape:
         return node
-    view = graph.call_function(aten.view.default, (node, list(shape)))
-    view.meta["val"] = value(node).view(shape)
-    return view
+    return call(graph, aten.view.default, (node, list(shape)), {}, fake_like(value(node), shape))
 
 
 @cache

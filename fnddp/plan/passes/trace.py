@@ -24,7 +24,7 @@ from fnddp.device import device_of
 from fnddp.ir.plan_data import Phase
 from fnddp.ir.program import Divisor, Grad, Held, LoweringError, Name, StatePart
 from fnddp.plan.draft import Draft, Request
-from fnddp.plan.graph import placeholders, remove_dead
+from fnddp.plan.graph import call, placeholders, remove_dead
 from fnddp.torch_private import (
     Fakes,
     HasNoFake,
@@ -34,8 +34,8 @@ from fnddp.torch_private import (
     is_dense_fake,
     is_fake_view,
     like_of,
-    makes_one_tensor,
     makes_one_view,
+    makes_tensors,
     node_of_number,
     out_of_place,
     refusing_compiled,
@@ -113,23 +113,27 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of the operation, from an earlier one like it if it makes one tensor or view."""
+        """Return the result of the operation, from an earlier one like it if it makes new tensors or one view."""
         makes_view = makes_one_view(func)
-        if not makes_view and not makes_one_tensor(func):
+        if not makes_view and not makes_tensors(func):
             return func(*args, **kwargs)
         self._is_own = func.namespace != "aten"  # another library's operation may read more than its arguments
         key = func, self._like(args), self._like(tuple(sorted(kwargs.items()))), torch.get_default_dtype()
         results = self._own if self._is_own else self._shared
         known = results.get(key)
         if known is not None:
-            return self._fakes.view(args[0], *known) if makes_view else self._fakes.dense(*known)
+            if makes_view:
+                return self._fakes.view(args[0], *known)
+            dense = [self._fakes.dense(*each) for each in known]
+            return dense[0] if len(dense) == 1 else tuple(dense)
         if len(self._shared) > _MANY:
             self._shared.clear()
-        made = func(*args, **kwargs)
+        made: Any = func(*args, **kwargs) if self._is_own else self._fakes.made(func, args, kwargs)
+        new: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
         if makes_view and is_fake_view(made, args[0]):
             results[key] = made.shape, made.stride(), made.storage_offset() - args[0].storage_offset()
-        elif not makes_view and is_dense_fake(made):
-            results[key] = made.shape, made.stride(), made.dtype, made.device
+        elif not makes_view and all(map(is_dense_fake, new)):
+            results[key] = [(each.shape, each.stride(), each.dtype, each.device) for each in new]
         return made
 
     def _like(self, argument: Any) -> Any:
@@ -149,9 +153,7 @@ class Recorder(TorchDispatchMode):
 
     def _called(self, function: Any, args: Any, kwargs: Any, made: Any) -> fx.Node:
         packet = getattr(function, "overloadpacket", function)
-        node = self.graph.create_node("call_function", function, tuple(args), kwargs, name=packet.__name__)
-        node.meta["val"] = made
-        return node
+        return call(self.graph, function, tuple(args), kwargs, made, packet.__name__)
 
     def _stands_for(self, node: fx.Node, tensor: Tensor) -> None:
         if has_symbolic_size(tensor):
