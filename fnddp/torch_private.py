@@ -354,7 +354,7 @@ class Fakes:
         return FakeTensor(self.mode, memory, base.device)
 
     def made(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        """Return what `operation` makes of fake tensors, on their device, without the rules of FakeTensorMode where its kernel says all."""
+        """Return what `operation` makes of fake tensors: of their kernel, where FakeTensorMode would add nothing."""
         devices = {arg.device for arg in args if isinstance(arg, Tensor)}
         if not _is_made_by_kernel(operation) or len(devices) != 1 or kwargs.get("device") is not None:
             return operation(*args, **kwargs)

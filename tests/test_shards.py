@@ -753,3 +753,10 @@ def test_other_numbers_of_ranks_load_it(gloo: Callable[..., list[Any]], tmp_path
     for loaded in gloo(2, _loads, str(tmp_path)):
         torch.testing.assert_close(loaded, saved)
         assert loaded.abs().max() > 0
+
+
+def test_a_world_size_of_other_axes_is_refused():
+    layers = {"layers.0": {"weight": torch.empty(64, 64, device="meta")}}
+    for wrong in ({"nodes": 2}, {"shards": 0}):
+        with pytest.raises(ValueError, match="world_size must be"):
+            plan_axes(layers, world_size=wrong)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fnddp.core import tree
 from fnddp.core.collectives import scale_of_weight
-from fnddp.core.deprecations import refuse_old_flags
 from fnddp.core.expression import CHECKS, Expression
 from fnddp.core.group import Group, group_name
 from fnddp.core.tree import Leaves, Tree, ordered, require_leaves
@@ -93,7 +92,6 @@ class Sync(Expression, abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        refuse_old_flags(cls)
         if "exchange" in cls.__dict__:
             cls.exchange = _checked(cls.exchange)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -5,9 +5,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias
 
-from fnddp.core.deprecations import renamed_name
 from fnddp.cost.link import Link, duration, scaled
 from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Collective
@@ -337,11 +336,3 @@ def columns(rows: Sequence[Sequence[str]], text: Collection[int] = (0,)) -> str:
     sides = [str.ljust if i in text else str.rjust for i in range(len(widths))]
     lines = [[side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in rows]
     return "\n".join(["  ".join(line).rstrip() for line in lines])
-
-
-def _deprecated(name: str) -> Any:
-    return renamed_name(__name__, name, globals())
-
-
-if not TYPE_CHECKING:  # for a type checker it would make every name a known one
-    __getattr__ = _deprecated

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fnddp.core.deprecations import renamed_name
 from fnddp.wire.kinds import Kind
 
 
@@ -275,11 +274,3 @@ class Segment:
 
 class LoweringError(TypeError):
     """A pipeline has no static schedule: it reads tensor values, or runs untraceable code. It still runs eagerly."""
-
-
-def _deprecated(name: str) -> Any:
-    return renamed_name(__name__, name, globals())
-
-
-if not TYPE_CHECKING:  # for a type checker it would make every name a known one
-    __getattr__ = _deprecated

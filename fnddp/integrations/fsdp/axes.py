@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.core.agreement import agree_over
-from fnddp.core.deprecations import renamed, warn_deprecated
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import State, Sync
@@ -114,10 +113,8 @@ def plan_axes(
     world_size: Mapping[str, int] | None = None,
     gradients: str | Sync | None = None,
     weights: str | Sync | None = None,
-    replicas: str | Sync | int | None = None,
+    replicas: str | Sync | None = None,
     outer: str | Outer | None = None,
-    shards: int | None = None,
-    sync: str | Sync | None = None,
 ) -> AxesPlan:
     """Return what `compress` would send on a cluster that need not exist: nothing is run, and no rank is needed.
 
@@ -133,7 +130,6 @@ def plan_axes(
         weights: That of weights; None for FSDP's own all-gather.
         replicas: That between replicas, whose largest step after all warm-ups is planned; None for `allreduce`.
         outer: The outer step between workers, whose exchanges of a whole period are planned.
-        shards, sync: Deprecated, as `replicas` is for a number: see `world_size` and `replicas`.
 
     Raises:
         TypeError: A pipeline has no place there: see `compress_shards`.
@@ -150,11 +146,7 @@ def plan_axes(
     weights    FSDP's own                      8         1  131.3 kB  7.354 ms
     replicas   allreduce                       4         1  131.3 kB  1.576 ms
     """
-    if shards is not None or isinstance(replicas, int):
-        warn_deprecated("plan_axes(shards=8, replicas=4)", 2)
-        world_size = {"shards": shards or 1, "replicas": replicas if isinstance(replicas, int) else 1}
-        replicas = None if isinstance(replicas, int) else replicas
-    pipeline = pipeline_of("plan_axes: replicas", renamed("plan_axes(sync=...)", sync, replicas) or allreduce)
+    pipeline = pipeline_of("plan_axes: replicas", replicas or allreduce)
     sizes = {"shards": 1, "replicas": 1, "workers": 1, **(world_size or {})}
     if len(sizes) > 3 or min(sizes.values()) < 1:
         raise ValueError(f'plan_axes: world_size must be {{"shards": N, "replicas": N}}, got {world_size}')
@@ -205,7 +197,6 @@ def compress(
     gradients: Pipeline = None,
     weights: Pipeline = None,
     replicas: str | Sync | None = None,
-    shards: str | Sync | None = None,
 ) -> Compressed:
     """Send what a sharded model sends along all axes of a mesh through pipelines. All of its ranks must call this.
 
@@ -220,7 +211,6 @@ def compress(
             and is needed for means weighted by tokens. A dict of pipelines by pattern, too.
         weights: That of weights between shards: see there.
         replicas: That of gradients between replicas: see `compress_replicas`.
-        shards: Deprecated: `gradients`.
 
     Raises:
         TypeError: No pipeline is given; the mesh has no dimension for one, or not the ranks of the model's shards, or
@@ -240,7 +230,6 @@ def compress(
     replicas   bf16(allreduce)         1         1    144 B
     >>> dist.destroy_process_group()
     """
-    gradients = renamed("compress(shards=...)", shards, gradients)
     names = mesh.mesh_dim_names
     across = [group_name(mesh.get_group(0))] if mesh.ndim == 2 else []  # who may differ about having a pipeline at all
     modules = fsdp_groups(model)
