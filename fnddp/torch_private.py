@@ -37,6 +37,8 @@ from torch._C._functorch import (
     maybe_get_level,
     peek_interpreter_stack,
 )
+from torch._library import simple_registry
+from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -203,6 +205,11 @@ def constant_for_dynamo(function: _F) -> _F:
     """Make Dynamo call `function` while it traces, as assume_constant_result does, which imports torch._dynamo."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
+
+
+def keep_order(operator: str) -> None:
+    """Make compilers neither reorder, merge nor leave out calls of `operator`, by a token of effects."""
+    simple_registry.singleton.find(operator).effect.register(EffectType.ORDERED)
 
 
 # torch.func.

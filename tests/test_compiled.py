@@ -10,6 +10,7 @@ from torch import Tensor
 import fnddp
 from fnddp.core.tree import flatten_any
 from fnddp.laws import gather
+from fnddp.torch_private import functional_collectives as _functional
 from tests.pipelines import EXAMPLES
 from tests.ranks import on_ranks
 from tests.rings import one_of
@@ -59,6 +60,66 @@ def test_compiled_equals_eager(rank: int, text: str) -> None:
         expected, eager_state = step(inputs, eager_state, torch.tensor(float(i)))
         mean, compiled_state = compiled(inputs, compiled_state, torch.tensor(float(i)))
         assert_alike(sync, (mean, compiled_state), (expected, eager_state))
+
+
+REORDERED = [
+    "allgather",
+    "bucketize(quantize(two_shot))",
+    "error_feedback(powersgd(bf16(allreduce), rank=2))",
+]
+
+
+def whole_numbers(rank: int, rows: int) -> Tensor:
+    """Whose products have the same bits in any order of adding up."""
+    return torch.randint(-3, 4, (rows, 32), generator=torch.Generator().manual_seed(rank)).float()
+
+
+@pytest.mark.parametrize("text", one_of(len(REORDERED + TRACED), [*REORDERED, *TRACED]))
+@on_ranks(2, seconds=240)
+def test_compiled_on_ranks_with_other_shapes_of_data_equals_eager(rank: int, text: str) -> None:
+    """A compiler's schedule depends on the sizes of the data: collectives once came in another order on each rank."""
+    sync, names = fnddp.parse(text), [f"{i}.weight" for i in range(6)]
+
+    def step(state: object, x: Tensor) -> object:
+        gradients: dict[str, Tensor] = {}
+        for name in reversed(names):
+            gradients[name] = x.mT @ x / 4096
+            x = torch.where(x > 1, x - 3, x + 1).roll(1, -1)
+        return sync(gradients, state)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    state = sync.init({name: torch.empty(32, 32) for name in names})
+    x = whole_numbers(rank, 3000 if rank else 8)
+    assert_alike(sync, compiled(state, x), step(state, x))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+@on_ranks(2, seconds=240)
+def test_no_compiler_merges_drops_or_reorders_collectives(rank: int, backend: str) -> None:
+    """In a graph with two pipelines and a collective of its own, on a rank that uses one leaf and one mean alone.
+
+    Gradients of the others are the same zeros there, and parameters that require grad make a compiler look for those.
+    """
+    pipelines = fnddp.parse("allgather"), fnddp.parse("bucketize(quantize(two_shot))")
+    group = dist.group.WORLD.group_name
+    params = {name: whole_numbers(i, 32).requires_grad_() for i, name in enumerate("abcd")}
+
+    def loss_of(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return sum(((x @ p).sum() for p in list(params.values())[: 1 if rank else None]), torch.zeros(()))
+
+    def step(params: dict[str, Tensor], x: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        gradients, loss = torch.func.grad_and_value(loss_of)(params, x)
+        for sync in pipelines:
+            loss = _functional.wait_tensor(_functional.all_reduce(loss, "sum", group))
+            gradients, _ = sync(gradients, ())
+        return {name: params[name] - scale * gradients[name] + loss for name in (["a"] if rank else params)}
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for rows in (8, 16, 24):  # the last two in a graph of any size
+        given = params, whole_numbers(rank, rows * (1 + 9 * rank)), torch.tensor(0.5)
+        torch.testing.assert_close(compiled(*given), step(*given), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("text", ["allreduce", "qsgd(allgather)", "error_feedback(fp16(two_shot))"])

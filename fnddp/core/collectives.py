@@ -219,7 +219,7 @@ def _moved(
 ) -> list[Tensor]:
     if wire is not None:
         return _started(wire, kind, payloads, op, group, n)()
-    return [_wait(each) for each in [issue(kind, payload, op, n, live_name(group)) for payload in payloads]]
+    return [_wait(each) for each in issue(kind, payloads, op, n, live_name(group))]
 
 
 def _started(

@@ -4,7 +4,7 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from itertools import chain, count
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.device import device_of
-from fnddp.torch_private import connect_again, functional_collectives, is_torchcomms, without_modes
+from fnddp.torch_private import connect_again, functional_collectives, is_torchcomms, keep_order, without_modes
 from fnddp.wire.groups import World, live_group, live_rank, live_size, within
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Kind, Work, waited
 from fnddp.wire.protocol import CollectiveError, Wire, reporting
@@ -91,31 +91,52 @@ def faster(kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: dis
     return None
 
 
-def issue(kind: Kind, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
-    """Start a functional collective, as `kind.trace` does, but without the gathers that can crash gloo."""
-    is_safe = kind is not ALL_GATHER or payload.device.type != "cpu"
-    return kind.trace(payload, op, n, group) if is_safe else _GATHER(payload, n, group)
+def issue(kind: Kind, payloads: Sequence[Tensor], op: str | None, n: int, group: str) -> list[Tensor]:
+    """Start a functional collective of each payload, in order; all results must be waited for.
 
-
-def _gather(payload: Tensor, n: int, group: str) -> Tensor:
-    # A compiler may use the memory of the payload again before the result is waited for.
-    sent = payload.clone(memory_format=torch.contiguous_format)
-    if "cpu:gloo" not in dist.get_backend_config(live_group(group)):
-        return ALL_GATHER.trace(sent, None, n, group)
-    return functional_collectives.all_gather_into_tensor_out(sent, n, group, out=_gathered(payload, n, group))
-
-
-def _gathered(payload: Tensor, n: int, group: str) -> Tensor:
-    return payload.new_empty(ALL_GATHER.joined_shape(tuple(payload.shape), n))
+    In a graph, each payload depends on the collective before it. Each rank compiles its own graph, which differs with
+    the sizes of its data and with the leaves that it uses: a compiler could otherwise order collectives in another way
+    than on other ranks, or merge two whose payloads are the same zeros.
+    """
+    if not torch.compiler.is_compiling():
+        return [_eager(kind, payload, op, n, group) for payload in payloads]
+    started: list[Tensor] = []
+    for payload in payloads:
+        turn = _TURN(started[-1] if started else payload)
+        started.append(_compiled(kind, torch.where(turn, payload, 0), op, n, group))
+    for last in started[-1:]:
+        _TURN(last)  # before those of later calls
+    return started
 
 
 # A group's gloo threads write the name of their last work to one string, without a lock (ProcessGroupGloo::runLoop,
 # torch 2.11 to 2.14). Two of them free the memory of a name of more than 15 characters, such as ALLGATHER_COALESCED,
-# which is torch's functional all_gather; _ALLGATHER_BASE, which is its `_out`, has none.
-torch.library.define("fnddp::all_gather", "(Tensor payload, int n, str group) -> Tensor", tags=())
-torch.library.impl("fnddp::all_gather", "CompositeExplicitAutograd", _gather)
-torch.library.register_fake("fnddp::all_gather", _gathered)
-_GATHER: Any = torch.ops.fnddp.all_gather.default
+# which is torch's functional all_gather. _ALLGATHER_BASE, which is its `_out`, has none, but writes to an argument,
+# which no graph may; ALLTOALL_BASE, whose n payloads are copies here, sends the same bytes.
+def _eager(kind: Kind, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
+    is_gloo = payload.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(live_group(group))
+    if kind is not ALL_GATHER or not is_gloo:
+        return kind.trace(payload, op, n, group)
+    gathered = payload.new_empty(ALL_GATHER.joined_shape(tuple(payload.shape), n))
+    return functional_collectives.all_gather_into_tensor_out(payload.contiguous(), n, group, out=gathered)
+
+
+def _compiled(kind: Kind, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
+    if kind is not ALL_GATHER or payload.device.type != "cpu":
+        return kind.trace(payload, op, n, group)
+    return ALL_TO_ALL.trace(payload.repeat(n, *[1] * (payload.ndim - 1)), None, n, group)
+
+
+def _true(after: Tensor) -> Tensor:
+    return after.new_ones((), dtype=torch.bool)
+
+
+# Compilers keep the order of its calls, and do not know that it is true.
+torch.library.define("fnddp::turn", "(Tensor after) -> Tensor", tags=())
+torch.library.impl("fnddp::turn", "CompositeExplicitAutograd", _true)
+torch.library.register_fake("fnddp::turn", _true)
+keep_order("fnddp::turn")
+_TURN: Any = torch.ops.fnddp.turn.default
 
 
 def _next_tag(group: dist.ProcessGroup) -> int:

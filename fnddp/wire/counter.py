@@ -14,7 +14,6 @@ _PAYLOAD_ARGUMENT = {
         ("_c10d_functional", 0, "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced"),
         ("_c10d_functional", 0, "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced"),
         ("_c10d_functional", 0, "broadcast broadcast_"),
-        ("fnddp", 0, "all_gather"),
         ("c10d", 0, "allreduce_ allreduce_coalesced_ reduce_ broadcast_"),
         ("c10d", 1, "gather_ reduce_scatter_ alltoall_ allgather_"),
         ("c10d", 1, "_allgather_base_ _reduce_scatter_base_ alltoall_base_ gather_into_tensor_"),
