@@ -404,7 +404,7 @@ def accumulates_all(nodes: Iterable[Any]) -> bool:
 
 
 @contextmanager
-def as_trained(parameter: nn.Parameter) -> Generator[nn.Parameter]:
+def as_trained(parameter: Tensor) -> Generator[Tensor]:
     """Let the block register hooks on `parameter`, which torch refuses where it is frozen for now."""
     is_trained = parameter.requires_grad
     parameter.requires_grad_()
