@@ -301,7 +301,7 @@ def register(
         parameters = handles[0]._parameters  # pyright: ignore[reportPrivateUsage]
         return {"the backend": str(backend), **description(given, parameters, handles[0].state)}
 
-    agree(set_up, group)
+    agree(set_up, group, call="register")
     (handle,) = handles
     handle._connect(is_measured=sync == AUTO)  # pyright: ignore[reportPrivateUsage]
     model.register_comm_hook(handle, fnddp_hook)

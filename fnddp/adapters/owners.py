@@ -675,7 +675,7 @@ def own(
             lines[f"owners of {which}"] = str(owners[i].whole)
         return {**lines, "dtype of owners' weights": str(master_dtype)}
 
-    agree(set_up, group)
+    agree(set_up, group, call="own")
     named, owners, first, second = made[-1]
     if bucket_cap_mb is None:
         bucket_cap_mb = default_cap_mb(owners[0].n)

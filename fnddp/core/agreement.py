@@ -44,7 +44,7 @@ def verify(sync: Expression, grads: Tree, state: State | None = None, *, group: 
     >>> from fnddp import allreduce
     >>> verify(allreduce, {"w": torch.ones(2)})
     """
-    agree(lambda: description(sync, tree.flatten(grads)[0], state), group)
+    agree(lambda: description(sync, tree.flatten(grads)[0], state), group, call="fnddp.verify")
 
 
 def agree(

@@ -103,7 +103,7 @@ def attach(
         return about | description(outer, {name: local(p) for name, p in parameters.items()}, None)
 
     if init_sync:
-        agree_over(described, [group_name(group)], shards.groups, wire=wire)
+        agree_over(described, [group_name(group)], shards.groups, wire=wire, call="outer.attach")
         tensors = [local(t) for t in [*model.parameters(), *model.buffers()]]
         control.broadcast(tensors, group_name(group), wire=wire)
     else:

@@ -292,7 +292,7 @@ def automatic(
         held.update(leaves())
         return {**description(allreduce, held, None), "pipeline": AUTO}
 
-    agree(describe, group, wire)
+    agree(describe, group, wire, call=f"sync={AUTO!r}")
     n = world_size(group)
     made, found = measured(held, group) if n > 1 else (Choice(), "one rank")
     for other in other_groups:

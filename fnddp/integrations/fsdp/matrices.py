@@ -482,7 +482,7 @@ def own_matrices(
     shards = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     meshes = [mesh.get_group(dim) for mesh in [p.device_mesh for p in shards[:1]] for dim in range(mesh.ndim)]
     groups = [group_name(each) for each in meshes] or [None]
-    agree_over(set_up, groups)
+    agree_over(set_up, groups, call="own_matrices")
     parameters, group, first, second = made[-1]
     if bucket_cap_mb is None:
         bucket_cap_mb = 25.0 if type(optimizer) is torch.optim.Muon else math.inf

@@ -317,7 +317,8 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
         return description(pipeline, _local(parameters), made[-1].state)
 
     shards = [each.shards for _, groups in torch_private.fsdp_groups(model).values() for each in groups]
-    agree_over(set_up, [group], dict.fromkeys(group_name(each) for each in shards if each is not None))
+    others = dict.fromkeys(group_name(each) for each in shards if each is not None)
+    agree_over(set_up, [group], others, call="compress_replicas")
     (replicas,) = made
     replicas._connect(is_measured=sync == AUTO)  # pyright: ignore[reportPrivateUsage]
     control.broadcast([p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor)], group)

@@ -298,7 +298,7 @@ def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, othe
         module.reshard()
     every = [group for _, groups in modules.values() for group in groups]
     groups = [of for group in every for of in (group.shards, group.replicas) if of is not None]
-    agree_over(set_up, dict.fromkeys(map(group_name, groups)) or [None], others, within)
+    agree_over(set_up, dict.fromkeys(map(group_name, groups)) or [None], others, within, call="compress_shards")
     shards, reductions = made[-1]
     for unit in reductions.units:
         if unit.n > 1 and shards.gradients is not None:  # to one owner FSDP sends nothing, and scales by itself
