@@ -1,5 +1,6 @@
 """Whole steps over a wire that is no process group, and engines that share a world, or a group with the user."""
 
+import copy
 import random
 import time
 
@@ -129,6 +130,41 @@ def test_steps_follow_a_new_default_process_group(rank):
             dist.destroy_process_group()
             size = 2 if store is again else 1
             dist.init_process_group("gloo", rank=rank % size, world_size=size, store=store)
+
+
+@on_ranks(2)
+def test_a_pipeline_over_a_group_is_not_one_over_a_later_group_of_its_name(rank):
+    again = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    group, alone = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(2)][rank]
+    sync = fnddp.error_feedback(fnddp.all_reduce(group))
+    pipelines = {
+        "itself": sync,
+        "its text": fnddp.parse(repr(sync)),
+        "a copy": copy.deepcopy(sync),
+        "in a hierarchy": fnddp.hierarchical(fnddp.allreduce.over(alone), intra=group, shard=False),
+        "put over it": fnddp.allreduce.over(group),
+    }
+    grads = {"w": torch.full((2,), 1.0 + rank)}
+    states = {what: each.init(grads) for what, each in pipelines.items()}
+    steps = {what: fnddp.jit(each) for what, each in pipelines.items()}
+    steps |= {f"{what}, plain": each for what, each in pipelines.items()}
+    grad_of = fnddp.value_and_grad(lambda p: (p["w"] * (1.0 + rank)).sum(), sync)
+    steps["value_and_grad"] = lambda grads, state: grad_of(grads, state)[1:]
+
+    def run(what):
+        return steps[what](grads, states.get(what.split(",")[0], states["itself"]))[0]["w"].tolist()
+
+    assert [run(what) for what in steps] == [[1.5, 1.5]] * len(steps)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=again)
+    later = dist.new_group([0, 1])
+    assert later.group_name == group.group_name
+    for what in steps:
+        with pytest.raises(RuntimeError, match="process group '.*was destroyed"):
+            run(what)
+    made = fnddp.error_feedback(fnddp.all_reduce(later))
+    assert made == sync  # in writing
+    assert fnddp.jit(made)(grads, made.init(grads))[0]["w"].tolist() == [1.5, 1.5]
 
 
 @on_ranks(2)

@@ -2,24 +2,32 @@
 
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from fnddp.wire.groups import GroupName
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | str | None
 """A process group, its name, a one-dimensional mesh, one dimension of a mesh, or None for the default group."""
 
 
 def group_name(group: Group) -> str | None:
-    """Return the name of `group`, None for the default one: names compare, print, parse and pickle."""
-    if group is None or isinstance(group, str):
+    """Return the name of `group`, None for the default one: names compare, print, parse and pickle.
+
+    The name of a group that exists stands for that one alone, not for a later one of the same name.
+    """
+    if group is None or isinstance(group, GroupName) or (torch.compiler.is_compiling() and isinstance(group, str)):
         return group
+    if isinstance(group, str):
+        return GroupName.of(group)
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
         mesh, dim = group
         return group_name(mesh.get_group(dim))
     if isinstance(group, DeviceMesh):
         return group_name(group.get_group())
     if isinstance(group, dist.ProcessGroup):
-        return None if group is dist.group.WORLD else group.group_name
+        return None if group is dist.group.WORLD else GroupName(group.group_name, group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise TypeError(
             "group is NON_GROUP_MEMBER: this rank is not in that process group; build its pipeline on members"

@@ -476,7 +476,8 @@ class Engine:
             return None
         if self._order is not None:  # the order is known
             self._traces.clear()
-        groups = tuple(dict.fromkeys([*plan.groups, *self.groups]))
+        named = {group: group for group in self.groups}  # a trace has plain text, which a later group may have, too
+        groups = tuple(dict.fromkeys([*(named.get(group, group) for group in plan.groups), *self.groups]))
         wire = self.wire if device_of(self.device).is_asynchronous else with_dedicated_groups(self.wire, groups)
         # Autograd returns gradients that share memory.
         program = Program(plan, wire, self._memory, groups, clones_shared=self._overwrites_early)
@@ -659,7 +660,7 @@ class Engines:
                 require_like(repr(self._sync), state, initial)
         except Exception as error:
             before = self._engines.get(initial_key)  # whose counters are those of the other ranks
-            counters = _counters_of(state) | (before.counters if before is not None else {})
+            counters = {**_counters_of(state), **(before.counters if before is not None else {})}
             like = [
                 part.value if isinstance(part.value, Tensor) else counters.get(part.path, part.value)
                 for part in parts(initial)

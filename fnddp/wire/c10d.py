@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fnddp.device import device_of
 from fnddp.torch_private import connect_again, functional_collectives, is_torchcomms, keep_order, without_modes
-from fnddp.wire.groups import World, live_group, live_rank, live_size, within
+from fnddp.wire.groups import GroupName, World, live_group, live_rank, live_size, within
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Kind, Work, waited
 from fnddp.wire.protocol import CollectiveError, Wire, reporting
 
@@ -275,7 +275,8 @@ def dedicated_to(group: dist.ProcessGroup, use: str, timeout: timedelta | None =
         made = uses.setdefault(use, Future())
     if is_first:  # without the lock: threads may connect several groups, in another order on each rank
         try:
-            made.set_result(connect_again(group, f"{group.group_name}/{use}", timeout).group_name)
+            connected = connect_again(group, f"{group.group_name}/{use}", timeout)
+            made.set_result(GroupName(connected.group_name, connected))
         except BaseException as error:
             reason = str(error) or type(error).__name__
             made.set_exception(

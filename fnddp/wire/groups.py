@@ -26,6 +26,33 @@ LAUNCHERS = {
 }
 """The variables that each launcher sets, the most specific first: torchrun may run within a step of SLURM."""
 
+
+class GroupName(str):
+    """The name of a process group that exists: torch may give it to a later group, and then it is an error."""
+
+    _group: weakref.ref[dist.ProcessGroup]
+
+    def __new__(cls, name: str, group: dist.ProcessGroup) -> "GroupName":
+        made = super().__new__(cls, name)
+        made._group = weakref.ref(group)
+        return made
+
+    @staticmethod
+    def of(name: str) -> str:
+        """Return the name of the group that has it now; `name` itself if there is none, as where a plan is made."""
+        live = _live_or_none(name)
+        return name if live is None else GroupName(name, live)
+
+    def stands_for(self, group: dist.ProcessGroup) -> bool:
+        return self._group() is group
+
+    def __reduce__(self) -> Any:
+        return GroupName.of, (str(self),)
+
+    def __deepcopy__(self, _: Any) -> "GroupName":
+        return self
+
+
 WorldSize: TypeAlias = int | Mapping[str | None, int]
 """The number of ranks to plan for: of every group, or of each by name (None: the default group)."""
 
@@ -174,14 +201,20 @@ def live_name(group: str | None) -> str:
 
 
 def live_group(group: str | None) -> dist.ProcessGroup:
-    """Return the process group called `group`; raise a RuntimeError if there is none."""
+    """Return the process group called `group`; raise a RuntimeError if there is none, or another has its name now."""
     try:
-        return torch_private.live_group(group)
+        live = torch_private.live_group(group)
     except (RuntimeError, ValueError, KeyError) as error:
         which = "the default process group" if group is None else f"process group {group!r}"
         raise RuntimeError(
             f"{which} does not exist: it was destroyed, or never initialized ({error}); create what uses it again"
         ) from error
+    if isinstance(group, GroupName) and not group.stands_for(live):
+        raise RuntimeError(
+            f"process group {str(group)!r} was destroyed, and one of {live.size()} ranks has its name now; create what "
+            "uses it again, over the group of now"
+        )
+    return live
 
 
 class Membership:
