@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fnddp.core import tree
 from fnddp.core.codec import Codec
-from fnddp.core.parse import parse
+from fnddp.core.parse import parse, pipeline_of
 from fnddp.core.state import describe, load_state_dict, parts, state_dict
 from fnddp.core.sync import REPLICATED, Exchange, State, Sync, all_in, registry
 from fnddp.core.tree import Leaves, Tree
@@ -53,7 +53,7 @@ class LawError(AssertionError):
 
 
 def check(
-    sync: Sync,
+    sync: Sync | str,
     *,
     ranks: Sequence[int] = (1, 2, 3, 4),
     grads: Grads | None = None,
@@ -68,7 +68,7 @@ def check(
     pipeline.
 
     Args:
-        sync: A pipeline over the default group, such as `my_transform(allreduce)`. Try several nestings.
+        sync: A pipeline over the default group, or its text, such as `my_transform(allreduce)`. Try several nestings.
         ranks: World sizes to try, on threads. One rank alone cannot disagree with another.
         grads: `grads(rank, step)`: a rank's gradients in that step, the same at each call. None for trees of 0 to 9
             leaves: matrices and a channels-last convolution; all dtypes, integers and bools too; a bare tensor.
@@ -83,6 +83,7 @@ def check(
     >>> import fnddp
     >>> check(fnddp.fp16(fnddp.allreduce), ranks=(1, 2))
     """
+    sync = pipeline_of("check: sync", sync)
     for of_rank in TREES.values() if grads is None else [grads]:
         if on == "gloo":
             check_on_rank(dist.get_rank() if dist.is_initialized() else 0, sync, of_rank)

@@ -179,9 +179,6 @@ def test_bad_options_are_named_at_construction(text):
         fnddp.parse(text)
 
 
-A_TEXT = "sync must be a pipeline .*; read its text with fnddp.parse$"
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -191,9 +188,10 @@ A_TEXT = "sync must be a pipeline .*; read its text with fnddp.parse$"
         (lambda: cast(allreduce, torch.int8), "dtype must be one of .*, got torch.int8"),
         (lambda: from_hook(3), "expected hook"),
         (lambda: fnddp.lower(allreduce, {}, world_size=2.5), r"lower: world_size must be an int, got 2\.5"),
-        (lambda: fnddp.lower("fp16(allreduce)", {}), f"^lower: {A_TEXT}"),
-        (lambda: fnddp.jit("fp16(allreduce)"), f"^jit: {A_TEXT}"),
-        (lambda: fnddp.value_and_grad(torch.sum, "fp16(allreduce)"), f"^value_and_grad: {A_TEXT}"),
+        (lambda: fnddp.lower(3, {}), "^lower: sync must be a pipeline such as allreduce, got 3$"),
+        (lambda: fnddp.jit(fp16), r"^jit: sync must be a pipeline .*; call it: fp16\(\.\.\.\)$"),
+        (lambda: fnddp.value_and_grad(torch.sum, "fp32(allreduce)"), "^parse: unknown name 'fp32'"),
+        (lambda: fnddp.transform(dict), "^transform: expected a subclass of fnddp.Sync, .* got <class 'dict'>"),
         (
             lambda: from_hook(default_hooks.allreduce_hook)({"w": torch.ones(1)}, ()),
             r"needs a process group: call torch.distributed.init_process_group\(\) ",
@@ -203,6 +201,21 @@ A_TEXT = "sync must be a pipeline .*; read its text with fnddp.parse$"
 def test_what_is_no_pipeline_and_no_option_is_refused(make, message):
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
         make()
+
+
+def test_a_text_is_taken_wherever_a_pipeline_is():
+    text, params = "fp16(allreduce)", {"w": torch.ones(2)}
+    sync, batches = fnddp.parse(text), [(torch.ones(2, 1),)]
+    fnddp.verify(text, params)
+    means = fnddp.jit(text)(params, ())[0], fnddp.value_and_grad(lambda p: p["w"].sum(), text)(params, ())[1]
+    assert bits(means) == bits((params, params))
+    assert fnddp.lower(text, params, world_size=2).sync == fnddp.simulate(text, 2).sync == sync
+    assert fnddp.outer.diloco(text, every=2) == fnddp.outer.diloco(sync, every=2)
+    assert fnddp.outer.post_local_sgd(9, 2, before=text) == fnddp.outer.post_local_sgd(9, 2, before=sync)
+    fnddp.simulate_training(
+        lambda p, x: (p["w"] * x).sum(), params, batches, text, world_size=2, optimizer=lambda p: torch.optim.SGD(p)
+    )
+    fnddp.laws.check(text, ranks=(1,), grads=lambda rank, step: params)
 
 
 @pytest.mark.parametrize("inner", [from_hook(default_hooks.allreduce_hook), fp16(allreduce, check=True)], ids=str)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fnddp.adapters.reentrant import custom_functions, refuse_reentrant_checkpoints, refuses_reentrant_checkpoints
 from fnddp.core import tree
-from fnddp.core.sync import State, Sync, require_sync
+from fnddp.core.parse import pipeline_of
+from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves, Tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
@@ -28,7 +29,7 @@ _OWNER = "value_and_grad"
 
 def value_and_grad(
     loss_fn: Callable[Concatenate[T, P], V],
-    sync: Sync,
+    sync: Sync | str,
     has_aux: bool = False,
     *,
     wire: Wire = C10D,
@@ -48,7 +49,7 @@ def value_and_grad(
 
     Args:
         loss_fn: `loss_fn(params, *batch) -> loss`, a scalar tensor, or `(loss, aux)` with `has_aux`.
-        sync: The pipeline.
+        sync: The pipeline, or its text.
         has_aux: True if `loss_fn` returns auxiliary data in addition to the loss.
         wire: Moves bytes between ranks; torch.distributed by default.
         backend: Runs the computation between collectives: None for Python, or "inductor"; see
@@ -73,8 +74,8 @@ def value_and_grad(
     >>> step(params, allreduce.init(params), torch.tensor([3.0, 4.0]))
     (tensor(11.), {'w': tensor([3., 4.])}, ())
     """
-    require_sync("value_and_grad: sync", sync)
-    engines = Engines(sync, donation=Donation(gradients="yes"), learns_order=True, wire=wire, backend=backend)
+    pipeline = pipeline_of("value_and_grad: sync", sync)
+    engines = Engines(pipeline, donation=Donation(gradients="yes"), learns_order=True, wire=wire, backend=backend)
 
     def run(params: T, state: State, *batch: P.args, **kwargs: P.kwargs) -> tuple[V, T, State]:
         leaves, spec = tree.flatten(params)
@@ -93,7 +94,7 @@ def value_and_grad(
         if torch.compiler.is_compiling() or is_transforming() or torch.is_inference_mode_enabled():
             # Differentiated as a flat dict: torch.func knows torch's pytrees, fnddp all of optree's.
             grads, value = torch.func.grad_and_value(loss_of, has_aux=has_aux)(leaves, *batch)
-            grads, state = over(wire, sync)(tree.unflatten(spec, grads), state)
+            grads, state = over(wire, pipeline)(tree.unflatten(spec, grads), state)
             return value, grads, state
 
         if refuses_reentrant_checkpoints(_OWNER) and torch.is_grad_enabled():
@@ -195,7 +196,7 @@ class jit:
     `register` and `DistributedDataParallel` overlap the same plan with backward. Within torch.compile it is `sync`.
 
     Args:
-        sync: The pipeline. One that cannot be lowered runs as it is.
+        sync: The pipeline, or its text. One that cannot be lowered runs as it is.
         wire, backend: See `value_and_grad`.
 
     >>> from fnddp import allreduce, fp16
@@ -205,10 +206,10 @@ class jit:
     ({'w': tensor([1.0000, 0.3333])}, ())
     """
 
-    def __init__(self, sync: Sync, *, wire: Wire = C10D, backend: str | None = None) -> None:
-        self._sync = require_sync("jit: sync", sync)
-        self._eager, self._wire = over(wire, sync), wire
-        self._engines = Engines(sync, donation=Donation(), learns_order=False, wire=wire, backend=backend)
+    def __init__(self, sync: Sync | str, *, wire: Wire = C10D, backend: str | None = None) -> None:
+        self._sync = pipeline_of("jit: sync", sync)
+        self._eager, self._wire = over(wire, self._sync), wire
+        self._engines = Engines(self._sync, donation=Donation(), learns_order=False, wire=wire, backend=backend)
 
     @property
     def sync(self) -> Sync:

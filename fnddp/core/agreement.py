@@ -12,6 +12,7 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.expression import Expression
 from fnddp.core.group import Group, group_name
+from fnddp.core.parse import pipeline_of
 from fnddp.core.state import describe, parts, require_like
 from fnddp.core.sync import REPLICATED, State
 from fnddp.core.tree import Leaves, Tree
@@ -24,7 +25,7 @@ class RankMismatchError(ValueError):
     """Ranks disagree about what they are going to synchronize. All of them raise it, with the first difference."""
 
 
-def verify(sync: Expression, grads: Tree, state: State | None = None, *, group: Group = None) -> None:
+def verify(sync: Expression | str, grads: Tree, state: State | None = None, *, group: Group = None) -> None:
     """Check that all ranks run the same pipeline on the same tree from the same state. Call it once, after `init`.
 
     It compares the pipeline, the leaves' paths, shapes, dtypes and kinds of device, the state's structure and
@@ -32,8 +33,8 @@ def verify(sync: Expression, grads: Tree, state: State | None = None, *, group: 
     descriptions if they differ. Adapters such as `register` call it themselves.
 
     Args:
-        sync: The pipeline, or an outer step, whose state also shows whether ranks begin with the same parameters.
-            Names of process groups are not compared: in a device mesh they differ.
+        sync: The pipeline, or its text; or an outer step, whose state also shows whether ranks begin with the same
+            parameters. Names of process groups are not compared: in a device mesh they differ.
         grads: Gradients, or parameters.
         state: From `sync.init`; None compares no state.
         group: The ranks that must agree; None for the default group.
@@ -44,7 +45,8 @@ def verify(sync: Expression, grads: Tree, state: State | None = None, *, group: 
     >>> from fnddp import allreduce
     >>> verify(allreduce, {"w": torch.ones(2)})
     """
-    agree(lambda: description(sync, tree.flatten(grads)[0], state), group, call="fnddp.verify")
+    expression = pipeline_of("verify: sync", sync) if isinstance(sync, str) else sync
+    agree(lambda: description(expression, tree.flatten(grads)[0], state), group, call="fnddp.verify")
 
 
 def agree(

@@ -369,9 +369,16 @@ registry = Registry()
 @dataclass_transform(frozen_default=True)
 def transform(cls: type[T]) -> type[T]:
     """Make a `Sync` subclass a frozen dataclass and register its name with `fnddp.parse`, where it must be new."""
+    require_subclass("transform", cls, Sync, "fnddp.Sync, or of fnddp.Codec for a codec")
     made = dataclass(frozen=True, repr=False)(cls)
     registry.add(cls.__name__, made)
     return made
+
+
+def require_subclass(decorator: str, cls: Any, base: type, wanted: str) -> None:
+    """Raise a TypeError unless `cls`, which a decorator has got, is a subclass of `base`."""
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise TypeError(f"{decorator}: expected a subclass of {wanted}, got {cls!r}; give it that base")
 
 
 def require_state(owner: str, state: State, kind: type) -> None:

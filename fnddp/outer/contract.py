@@ -7,15 +7,15 @@ the optimizer. In some calls it exchanges parameters, or differences of them, ov
 import abc
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 import torch
 
 from fnddp.core import tree
 from fnddp.core.expression import Expression
-from fnddp.core.parse import read
-from fnddp.core.sync import Registry, State, Sync, registry
+from fnddp.core.parse import pipeline_of, read
+from fnddp.core.sync import Registry, State, Sync, registry, require_subclass
 from fnddp.core.tree import Leaves, Tree
 from fnddp.torch_private import without_autocast
 
@@ -45,6 +45,13 @@ class Outer(Expression, abc.ABC):
     named: ClassVar[frozenset[str]] = frozenset({"every", "start"})
     wants_moments: ClassVar[bool] = False
     """True if `leaves_of` reads the state of the local optimizer."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # pyright: ignore[reportArgumentType]
+            given = getattr(self, field.name)
+            if field.type in (Sync, "Sync") and isinstance(given, str):
+                object.__setattr__(self, field.name, pipeline_of(f"{type(self).__name__}: {field.name}", given))
+        super().__post_init__()
 
     @abc.abstractmethod
     def init(self, params: Tree) -> State:
@@ -115,6 +122,7 @@ outers = Registry()
 @dataclass_transform(frozen_default=True)
 def outer(cls: type[T]) -> type[T]:
     """Make an `Outer` subclass a frozen dataclass and register its name, which must be new, with `parse`."""
+    require_subclass("outer", cls, Outer, "fnddp.outer.Outer")
     made = dataclass(frozen=True, repr=False)(cls)
     outers.add(cls.__name__, made)
     return made

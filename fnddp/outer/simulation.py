@@ -12,6 +12,7 @@ from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves, Tree
 from fnddp.outer.contract import Exchanges, Outer
 from fnddp.simulation.simulate import Simulation, of_rank, require_rows, with_rows
+from fnddp.simulation.simulate import simulate as simulate_sync
 from fnddp.simulation.training import LocalOptimizers, MakeOptimizer, Trained, train_ranks
 from fnddp.torch_private import without_autocast
 from fnddp.wire.groups import World, within
@@ -87,7 +88,7 @@ def simulate_training(
     world_size: int,
     optimizer: MakeOptimizer,
     elementwise: bool = False,
-    sync: Sync | None = None,
+    sync: Sync | str | None = None,
     ranks_at_once: int | None = None,
     groups: Mapping[str, Division] | None = None,
 ) -> Trained:
@@ -125,7 +126,7 @@ def simulate_training(
     local = LocalOptimizers(optimizer, leaves, by_rank=not elementwise)
     simulation = simulate(outer, world_size, groups=groups)
     state: State = simulation.init(outer.leaves_of(leaves, None))
-    gradients = None if sync is None else Simulation(sync, world_size, dict(groups or {}))
+    gradients = None if sync is None else simulate_sync(sync, world_size, groups=groups)
     sync_state: State = None if gradients is None else gradients.init(leaves)
 
     def step(leaves: Leaves, grads: Leaves) -> Leaves:

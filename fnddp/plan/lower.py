@@ -13,7 +13,8 @@ from fnddp.core import tree
 from fnddp.core.buckets import MB, assign_buckets
 from fnddp.core.expression import Expression
 from fnddp.core.options import checked_int
-from fnddp.core.sync import State, Sync, require_sync
+from fnddp.core.parse import pipeline_of
+from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Tree
 from fnddp.ir.plan_data import require_backend
 from fnddp.ir.program import Collective, Divisor, Grad, Held, LeafSpec, StatePart
@@ -34,7 +35,7 @@ _PASSES = (drop, simplify, fuse, combine, order, place, foreach)
 
 
 def lower(
-    sync: Sync,
+    sync: Sync | str,
     params: Tree,
     *,
     state: State = None,
@@ -51,7 +52,7 @@ def lower(
     themselves; use this to look at a pipeline, or to plan for a cluster on a laptop.
 
     Args:
-        sync: The pipeline.
+        sync: The pipeline, or its text.
         params: Any pytree of parameters or gradients, also on the meta device; or a module, for those of its
             parameters that are trained.
         state: The pipeline's state, whose counters choose the phase (a warm-up, or what comes after it); None for the
@@ -82,7 +83,7 @@ def lower(
     >>> [(each.kind.name, each.world_size) for each in plan.collectives]
     [('reduce_scatter', 8), ('all_reduce', 128), ('all_gather', 8)]
     """
-    require_sync("lower: sync", sync)
+    sync = pipeline_of("lower: sync", sync)
     if bucket_cap_mb <= 0 or first_bucket_mb <= 0:
         raise ValueError(
             f"lower: bucket_cap_mb and first_bucket_mb must be positive, got {bucket_cap_mb} and {first_bucket_mb}"

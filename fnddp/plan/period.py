@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fnddp.core import tree
+from fnddp.core.parse import pipeline_of
 from fnddp.core.state import AFTER_ALL_WARM_UPS
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Tree
@@ -31,7 +32,7 @@ class Recurring:
 
 
 def period(
-    sync: Sync,
+    sync: Sync | str,
     params: Tree,
     *,
     world_size: WorldSize | None = None,
@@ -52,7 +53,7 @@ def period(
     9 0
     1 4000
     """
-    walk = _Walk(sync, params, world_size, arrival, bucket_cap_mb)
+    walk = _Walk(pipeline_of("period: sync", sync), params, world_size, arrival, bucket_cap_mb)
     late = AFTER_ALL_WARM_UPS
     reached, _ = walk.until_it_repeats([late for _ in walk.first])
     # Counters that stay past all warm-ups begin late; those that start again begin at their own first number.

@@ -124,12 +124,12 @@ class Engine:
         learns_order: True until the order is learnt in which gradients arrive, if it is to be.
         number, begun: See `Lane`.
         broken, refused: See `Health`.
-        counters: The ints of the state that was released last, by path.
+        counters: The ints of the state that was released last, by their places.
     """
 
     number, begun = delegated("lane.number"), delegated("lane.begun")
     broken, refused = delegated("lane.health.broken"), delegated("lane.health.refused")
-    counters: Mapping[str, int] = {}
+    counters: Mapping[int, int] = {}
 
     def __init__(
         self,
@@ -206,8 +206,8 @@ class Engine:
 
     def release_state(self) -> State:
         """Return the state and keep no reference to it: the next `begin` must be given one."""
+        self.counters = {i: part for i, part in enumerate(self._parts) if isinstance(part, int)}
         state, self._parts = self._own_state(), []
-        self.counters = _counters_of(state)
         return state
 
     def _own_state(self) -> State:
@@ -659,16 +659,11 @@ class Engines:
             if engine.prepare(state) is None:  # without a plan nothing has looked at the state yet
                 require_like(repr(self._sync), state, initial)
         except Exception as error:
-            before = self._engines.get(initial_key)  # whose counters are those of the other ranks
-            counters = {**_counters_of(state), **(before.counters if before is not None else {})}
-            like = [
-                part.value if isinstance(part.value, Tensor) else counters.get(part.path, part.value)
-                for part in parts(initial)
-            ]
+            given = {part.path: part.value for part in parts(state) if isinstance(part.value, int)}
+            like = [given.get(p.path, p.value) if isinstance(p.value, int) else p.value for p in parts(initial)]
+            if initial_key in self._engines:
+                for i, counter in self._engines[initial_key].counters.items():  # those of the other ranks
+                    like[i] = counter
             fitting = tree.replace_leaves(initial, like)
             self.of(leaves, fitting).fail_next_from(fitting, error)
             raise
-
-
-def _counters_of(state: State) -> dict[str, int]:
-    return {part.path: part.value for part in parts(state) if isinstance(part.value, int)}

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fnddp.core import collectives, tree
 from fnddp.core.options import checked_int
+from fnddp.core.parse import pipeline_of
 from fnddp.core.state import Part, parts
-from fnddp.core.sync import REPLICATED, Exchange, State, Sync, parts_of, require_sync, require_weighable
+from fnddp.core.sync import REPLICATED, Exchange, State, Sync, parts_of, require_weighable
 from fnddp.core.tree import Leaves, Tree
 from fnddp.torch_private import is_mapped, reinterpreted, without_autocast
 from fnddp.wire.groups import World, within
@@ -19,7 +20,7 @@ from fnddp.wire.simulated import Division, SimulatedRanks
 from fnddp.wire.weights import Weight, require_weights, scale_of, scaled
 
 
-def simulate(sync: Sync, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "Simulation":
+def simulate(sync: Sync | str, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "Simulation":
     """Return a simulation of `sync` on `world_size` virtual ranks, a function of the stacked gradients of all ranks.
 
     The pipeline's own Python runs once, under a vmap over ranks: no processes, no threads, and no process group. Sums
@@ -29,7 +30,7 @@ def simulate(sync: Sync, world_size: int, *, groups: Mapping[str, Division] | No
     time: see `fnddp.lower(...).estimate(link)`.
 
     Args:
-        sync: The pipeline. It must not read values of tensors (`sync.traceable`).
+        sync: The pipeline, or its text. It must not read values of tensors (`sync.traceable`).
         world_size: The number of ranks, n. Memory and time grow with n: nothing is computed rank by rank.
         groups: For pipelines over process groups with names, such as a hierarchy's: how each name divides the ranks,
             `{"node": ((0, 1), (2, 3)), "rail": ((0, 2), (1, 3))}`; groups of one name are of equal size.
@@ -46,6 +47,7 @@ def simulate(sync: Sync, world_size: int, *, groups: Mapping[str, Division] | No
     (tensor([ 1.5000, -2.0000]), tensor([[0., 1.],
             [0., 0.]]))
     """
+    sync = pipeline_of("simulate: sync", sync)
     made = Simulation(sync, world_size, dict(groups or {}))
     if groups and not (sync.groups or frozenset()).intersection(groups):
         raise ValueError(
@@ -70,7 +72,6 @@ class Simulation:
     def __post_init__(self) -> None:
         if checked_int("simulate: world_size", self.world_size) < 1:
             raise ValueError(f"simulate: world_size must be at least 1, got {self.world_size!r}")
-        require_sync("simulate: sync", self.sync)
         if not self.sync.traceable:
             raise ValueError(
                 f"simulate: {self.sync!r} reads values of tensors or runs foreign code (`traceable` is False), which "

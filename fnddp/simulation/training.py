@@ -45,9 +45,9 @@ def simulate_training(
     loss_fn: Callable[..., Tensor],
     params: Tree,
     batches: Iterable[tuple[Tensor, ...]],
-    sync: Sync,
+    sync: Sync | str,
     *,
-    weights: Sync | None = None,
+    weights: Sync | str | None = None,
     world_size: int,
     optimizer: MakeOptimizer | None = None,
     update: Callable[[Tree, Tree, Any], tuple[Tree, Any]] | None = None,
@@ -66,7 +66,7 @@ def simulate_training(
             all ranks at once.
         params: Any pytree of floating-point tensors. They are not changed.
         batches: For each step a tuple of tensors `[n, batch, ...]`: a row for each rank.
-        sync: The pipeline.
+        sync: The pipeline, or its text.
         weights: What `fnddp.own` takes for weights: then `sync` takes gradients to owners, as there, and ranks compute
             with the weights that owners send back. Owners have whole leaves here.
         world_size: The number of ranks, n.
