@@ -614,18 +614,8 @@ BufferCommHookLocation = ddp._BufferCommHookLocation  # when a hook for buffers 
 JoinConfig = _JoinConfig  # what a `Joinable` knows of its context
 device_index: Callable[..., int] = _get_device_index
 cast_forward_inputs: Any = _cast_forward_inputs  # to a dtype: `(inputs, kwargs)`
-comm_hooks_of: Callable[[DistributedDataParallel], list[Any]] = attrgetter("_comm_hooks")  # with their states
-
-
-def has_final_buckets(model: DistributedDataParallel) -> bool:
-    """Return whether later forwards of torch's DDP make no other buckets: it does so once or never. Not in its hook.
-
-    False since a `join`, where a rank that has run out of inputs runs hooks without a forward that could ask.
-    """
-    never = model.find_unused_parameters and not model.static_graph
-    return not model._join_config.enable and (never or bool(model._get_ddp_logging_data().get("has_rebuilt_buckets")))
-
-
+# Facts of torch's DDP by name, with the hook that runs: a copy lists that of the original, and has none.
+ddp_facts: Any = DistributedDataParallel._get_ddp_logging_data
 debug_names: Any = DistributedDataParallel._build_debug_param_to_name_mapping  # of parameters by their index
 set_params_and_buffers_to_ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
 

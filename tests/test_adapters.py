@@ -24,8 +24,9 @@ from tests.ranks import on_ranks
 
 Grads = dict[str, Tensor]
 
-SHAPES = {"matrix": (24, 16), "vector": (24,), "sometimes": (16, 12), "never": (3, 5)}
+SHAPES = {"matrix": (24, 16), "vector": (24,), "sometimes": (16, 3, 2, 2), "never": (3, 5)}
 SHAPES |= {"complex": (5, 3), "also complex": (1, 3), "negated": ()}  # two of odd sizes, in one bucket of torch's
+ORDERS = {"matrix": (1, 0), "sometimes": (0, 2, 3, 1), "complex": (1, 0)}  # of dimensions in memory, if not row-major
 PIPELINES = {
     "plain": "allreduce",
     "memory": "shared_momentum(error_feedback(powersgd(fp16(allreduce), rank=2)))",
@@ -49,7 +50,9 @@ class Troubled(C10d):
 
 
 def zeros(name: str) -> Tensor:
-    return torch.zeros(SHAPES[name], dtype=torch.complex64 if "complex" in name else torch.float32)
+    leaf = torch.zeros(SHAPES[name], dtype=torch.complex64 if "complex" in name else torch.float32)
+    order = ORDERS.get(name, range(leaf.ndim))
+    return leaf.permute([*order]).contiguous().permute([order.index(i) for i in range(leaf.ndim)])
 
 
 def loss_of(params: Grads, grads: Grads) -> Tensor:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from fnddp.laws import (
     LOWERED,
     Law,
     applies,
+    bits,
     engine_step,
     law_2_all_ranks_get_the_same_bits,
     law_4_sent_reduces_to_mean,
@@ -170,3 +172,16 @@ def test_channels_last_gradients_stay_channels_last(name):
         engine = make_engine(sync, example, donation, traces=traces)
         done = engine_step(engine, copy.deepcopy(start), example, random.Random(0))
         assert done.mean["conv.weight"].stride() == mean["conv.weight"].stride() == example["conv.weight"].stride()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_means_and_states_do_not_depend_on_memory_formats(name):
+    sync, generator = fnddp.parse(EXAMPLES[name]), torch.Generator().manual_seed(0)
+    shapes = {"conv.weight": (16, 12, 3, 3), "weight": (300, 200), "bias": (7,)}
+    rows = [{path: torch.randn(shape, generator=generator) for path, shape in shapes.items()} for _ in range(3)]
+    others = [{path: leaf.transpose(0, -1).contiguous().transpose(0, -1) for path, leaf in r.items()} for r in rows]
+    states = sync.init(rows[0]), sync.init(others[0])
+    for grads_in_step in zip(rows, others, strict=True):
+        means, states = zip(*map(sync, grads_in_step, states), strict=True)
+        assert bits(means[0]) == bits(means[1])
+        assert bits(states[0]) == bits(states[1])

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import io
+import pickle
 import re
 import weakref
 from contextlib import nullcontext
@@ -15,8 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
-from fnddp import RankMismatchError, StepFailedError, allreduce, error_feedback
+from fnddp import CollectiveError, RankMismatchError, StepFailedError, allreduce, error_feedback
 from fnddp.laws import bits, gather
+from fnddp.wire.c10d import C10d
 from tests.models import COMPRESSED, WITH_RESIDUAL, Hooked, average, batch, dense, grads_of, loss_of, make_model
 from tests.ranks import on_ranks
 
@@ -48,7 +51,7 @@ def test_same_numbers_as_the_pipeline(rank: int, options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("options", [*OPTIONS, {"find_unused_parameters": True}], ids=str)
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
-def test_buckets_are_leaves_where_elements_do_not_meet(rank: int, options: dict[str, Any]) -> None:
+def test_a_step_that_fails_is_no_step_and_frozen_parameters_are_left_alone(rank: int, options: dict[str, Any]) -> None:
     for text in ("allreduce", "bucketize(fp16(allreduce))"):
         sync, plain = fnddp.parse(text), make_model()
         plain[0].bias.requires_grad_(False)
@@ -66,9 +69,131 @@ def test_buckets_are_leaves_where_elements_do_not_meet(rank: int, options: dict[
                 average(sync, [(name, p) for name, p in plain.named_parameters() if p.requires_grad], ())
             model.module[0].bias.grad = None
             assert bits(grads_of(model)) == bits(grads_of(plain))
-        assert handle.plan is not None
-        assert len(handle.plan.leaves) < len(list(model.parameters())) - 1
         assert (handle.sync_stats()["steps"], handle.sync_stats()["failed_steps"]) == (5, 1)
+
+
+SHAPES = {"image": (6, 4, 3, 3), "volume": (3, 2, 2, 3, 2), "transposed": (24, 16), "vector": (7,)}
+ORDERS = {"image": (0, 2, 3, 1), "volume": (0, 2, 3, 4, 1), "transposed": (1, 0), "vector": (0,)}
+
+
+class Strided(nn.Module):
+    """Parameters whose elements lie in memory in another order than the row-major one, unless `is_row_major`."""
+
+    def __init__(self, *, is_row_major: bool = False) -> None:
+        super().__init__()
+        for name, order in ORDERS.items():
+            leaf = torch.zeros(SHAPES[name])
+            strided = leaf.permute(order).contiguous().permute([order.index(i) for i in range(leaf.ndim)])
+            self.register_parameter(name, nn.Parameter(leaf if is_row_major else strided))
+
+    def forward(self, rank: int, step: int, unused: str | None = None) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        products = {name: p * torch.randn(p.shape, generator=generator) for name, p in self.named_parameters()}
+        return sum((each.sum() for name, each in products.items() if name != unused), torch.zeros(()))
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"find_unused_parameters": True}], ids=str)
+@on_ranks(2)
+def test_leaves_that_are_not_row_major_have_the_numbers_of_the_class(rank: int, options: dict[str, Any]) -> None:
+    text = f"shared_momentum({COMPRESSED})"  # a view of a residual in another layout would be an error
+    unused = "image" if "find_unused_parameters" in options and rank else None
+    states, models = list[Any](), list[tuple[Any, Any, Any]]()
+    for is_row_major in (True, False):
+        model = DistributedDataParallel(Strided(is_row_major=is_row_major), **options)
+        ours = fnddp.DistributedDataParallel(Strided(is_row_major=is_row_major), sync=text)
+        models.append((model, fnddp.register(model, text), ours))
+
+    def run(steps: range) -> None:
+        for model, handle, ours in models:
+            for step in steps:
+                for net in (model, ours):
+                    net.zero_grad()
+                    net(rank, step, unused).backward()
+                assert bits(grads_of(model)) == bits(grads_of(ours))
+                assert [p.grad.stride() for p in model.parameters()] == [p.stride() for p in model.parameters()]
+            assert bits(handle.sync_state) == bits(ours.sync_state)
+            states.append(ours.sync_state)
+        assert bits(grads_of(models[0][0])) == bits(grads_of(models[1][0]))
+
+    run(range(3))
+    for (_, handle, ours), state in zip(models, reversed(states[:2]), strict=True):  # each goes on from the other's
+        handle.sync_state = ours.sync_state = state
+    run(range(3, 5))
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+@on_ranks(2)
+def test_a_memory_format_that_changes_after_ddp_has_made_its_buckets(rank: int, as_views: bool) -> None:
+    model = DistributedDataParallel(Strided(is_row_major=True), gradient_as_bucket_view=as_views)
+    if not as_views:
+        handle = fnddp.register(model, WITH_RESIDUAL)
+    model.module.image.data = model.module.image.data.contiguous(memory_format=torch.channels_last)
+    if as_views:  # where gradients show it even then
+        handle = fnddp.register(model, WITH_RESIDUAL)
+    before = bits(handle.sync_state)
+    with pytest.raises(RuntimeError, match=r"register: image has the strides \(36, 1, 12, 4\).* before the module is"):
+        model(rank, 0).backward()
+    assert bits(handle.sync_state) == before
+
+
+@on_ranks(2)
+def test_a_static_graph_with_parameters_of_two_dtypes(rank: int) -> None:
+    model, ours = (Strided() for _ in range(2))
+    model.vector.data, ours.vector.data = model.vector.data.double(), ours.vector.data.double()
+    model = DistributedDataParallel(model, static_graph=True)  # which has two buckets in its first step
+    ours = fnddp.DistributedDataParallel(ours, sync=WITH_RESIDUAL)
+    fnddp.register(model, WITH_RESIDUAL)
+    for step in range(3):
+        for net in (model, ours):
+            net.zero_grad()
+            net(rank, step).backward()
+        assert bits(grads_of(model)) == bits(grads_of(ours))
+
+
+@on_ranks(2)
+def test_a_copy_of_a_model_has_no_hook_as_with_torchs(rank: int) -> None:
+    model = DistributedDataParallel(make_model())
+    handle = fnddp.register(model, COMPRESSED)
+    for step in range(3):
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            plain = DistributedDataParallel(copy.deepcopy(twin.module))
+            for net in (twin, plain):
+                net.zero_grad()
+                loss_of(net(batch(rank, step))).backward()
+            assert bits(grads_of(twin)) == bits(grads_of(plain))
+        model.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+    again = fnddp.register(twin, COMPRESSED)
+    again.sync_state = handle.sync_state
+    for net in (twin, model):
+        net.zero_grad()
+        loss_of(net(batch(rank, 3))).backward()
+    assert bits(grads_of(twin)) == bits(grads_of(model))
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a Handle runs in one model and cannot be copied or pickled"):
+            copied(handle)
+
+
+class Lost(C10d):
+    def start(self, *_: Any, **__: Any) -> Any:
+        raise CollectiveError("a rank has died")
+
+
+@on_ranks(2)
+def test_another_pipeline_does_not_forget_that_ranks_are_desynchronized(rank: int) -> None:
+    model = DistributedDataParallel(make_model())
+    handle = fnddp.register(model, allreduce, wire=Lost())
+    with pytest.raises(CollectiveError, match="a rank has died"):
+        loss_of(model(batch(rank, 0))).backward()
+    handle._is_measured = True  # as "auto" does
+    other = fnddp.register(DistributedDataParallel(make_model()), WITH_RESIDUAL)
+    handle.sync_checkpoint().load_state_dict(other.sync_checkpoint().state_dict())
+    assert handle.sync == other.sync
+    with pytest.raises(RuntimeError, match="an earlier step failed on this rank .*a rank has died"):
+        model(batch(rank, 1))
 
 
 @on_ranks(2)
@@ -154,9 +279,9 @@ def test_uneven_inputs_with_join(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_rank_without_inputs_has_the_leaves_of_the_others(rank: int) -> None:
+def test_a_rank_without_inputs_has_the_parameters_of_torchs_class(rank: int) -> None:
     models = [DistributedDataParallel(make_model()) for _ in range(2)]
-    fnddp.register(models[0], allreduce)  # takes DDP's buckets as leaves in the third step, outside of join
+    fnddp.register(models[0], allreduce)
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with model.join():

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import is_
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,10 @@ from fnddp.adapters.module.slots import Slots, WrappedParameters
 from fnddp.core.agreement import agree, description
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
-from fnddp.core.sync import Sync, all_in
+from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of
-from fnddp.reducers.all_reduce import all_reduce
 from fnddp.run.choose import AUTO, automatic
-from fnddp.transforms.bucketize import bucketize
-from fnddp.transforms.cast import cast
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import Wire
@@ -45,22 +42,26 @@ class Handle(PipelineHandle):
         self._slots = Slots(self._module, wrapped, "register", fix)
         self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._known: set[Tensor] | None = None  # those that DDP reduces, the same in all steps
+        self._count = torch_private.ddp_facts(model)["num_parameter_tensors"]
         super().__init__(self._parameters, sync, group, wire, learns_order=False, backend=backend)
         self._world = Membership(group, "register: the pipeline was registered", fix)
         self._pending: list[_Bucket] = []
-        self._last: list[_Bucket] = []  # of the last step, if they may become leaves
-        self._layout: list[list[Tensor]] | None = None  # parameters of DDP's buckets, if these are the leaves
+        self._strides = {parameter: parameter.stride() for parameter in self._names}
+        self._other_strides = {p: strides for p, strides in self._strides.items() if _is_laid_out_by(strides, p)}
+        self._grads_are_views = model.gradient_as_bucket_view
         self._backward = Backward(self._engine)
         self._looks_between = False
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        if bucket.index() == 0:
+        # Not by their index: in the first step of a static graph DDP gives 0 to all of them.
+        arrived = _Bucket(bucket, self._other_strides)
+        is_first = not self._pending or arrived.parameters[0] is self._pending[0].parameters[0]
+        if is_first:
             self._pending = []
             self._backward.require_idle()
-        arrived = _Bucket(bucket, is_leaf=self._layout is not None)
         self._pending.append(arrived)
-        self._backward.attempt(partial(self._put, arrived, bucket.index() == 0))
-        if bucket.is_last():
+        self._backward.attempt(partial(self._put, arrived, is_first))
+        if sum(len(each.parameters) for each in self._pending) == self._count:
             self._end()
         return arrived.future
 
@@ -69,8 +70,22 @@ class Handle(PipelineHandle):
             self._world.require_same()
             self._backward.begin()
             self._look_between()
+        grads = {p: grad for p, grad in bucket.gradients() if p in self._names}
+        if not bucket.buffer.is_sparse:
+            self._require_laid_out_alike(grads)
         if self._backward.step is not None:
-            self._backward.step.feed_all(self._leaves_of(bucket))
+            self._backward.step.feed_all({self._names[p]: grad for p, grad in grads.items()})
+
+    def _require_laid_out_alike(self, grads: Mapping[Tensor, Tensor]) -> None:
+        """Raise a RuntimeError if parameters have other strides than when DDP made its buckets."""
+        for parameter, grad in grads.items():
+            of_view = parameter.grad.stride() if self._grads_are_views and parameter.grad is not None else grad.stride()
+            if parameter.stride() != self._strides[parameter] or of_view != grad.stride():
+                raise RuntimeError(
+                    f"register: {self._names[parameter]} has the strides {parameter.stride()}, and others when DDP "
+                    "made its buckets, in which gradients are laid out by those; change the memory format before the "
+                    "module is wrapped"
+                )
 
     def _look_between(self) -> None:
         """Look for complete collectives between buckets too, from the first step in which segments wait for them."""
@@ -87,7 +102,7 @@ class Handle(PipelineHandle):
         if (step := self._backward.step) is not None:
             self._backward.attempt(step.poll)
 
-    def _before_forward(self, model: DistributedDataParallel, *_: object) -> None:
+    def _before_forward(self) -> None:
         # A forward fails the step that is open, because its backward did not finish. Not a forward within backward, nor
         # one without gradients, which may run between two backwards of one step.
         if torch.is_grad_enabled() and not torch_private.is_within_backward():
@@ -96,10 +111,6 @@ class Handle(PipelineHandle):
             self._backward.require_idle()
             if self._compares:
                 self._require_one_choice()
-            # Asked once after a step, before this forward may make other buckets: so all ranks get the same answer.
-            last, self._last = self._last, []
-            if last and torch_private.has_final_buckets(model):
-                self._take_buckets(last)
         self._engine.refuse_after_failure()  # DDP has collectives in forward too
 
     def _end(self) -> None:
@@ -116,11 +127,6 @@ class Handle(PipelineHandle):
 
     def _complete(self, mean: Leaves) -> None:
         """Give DDP the means."""
-        if self._layout is not None:
-            for bucket in self._pending:
-                bucket.complete_whole(mean[self._name_of(bucket)])
-            self._pending = []
-            return
         mean_of = {p: mean[name] for p, name in self._names.items() if name in mean}
         for bucket in self._pending:
             bucket.complete(mean_of)
@@ -129,30 +135,7 @@ class Handle(PipelineHandle):
             _behind_ddp(partial(self._write, mean_of))
         # DDP's buckets, and their order, are the same on all ranks.
         self._engine.expect([self._names[p] for bucket in self._pending for p in bucket.parameters if p in self._names])
-        self._pending, self._last = [], self._pending if _computes_by_element(self.sync) else []
-
-    def _adopt(self, sync: Sync) -> None:
-        super()._adopt(sync)
-        self._last, self._layout = [], None
-
-    def _leaves_of(self, bucket: "_Bucket") -> Leaves:
-        if self._layout is None:
-            return {self._names[p]: grad for p, grad in bucket.gradients() if p in self._names}
-        if not all(map(is_, bucket.parameters, self._layout[len(self._pending) - 1])):
-            raise RuntimeError("register: DDP has changed its buckets since the last step; run this one again")
-        return {self._name_of(bucket): bucket.buffer}
-
-    def _name_of(self, bucket: "_Bucket") -> str:
-        return "..".join(dict.fromkeys(self._names[bucket.parameters[i]] for i in (0, -1)))
-
-    def _take_buckets(self, buckets: "Sequence[_Bucket]") -> None:
-        """Make DDP's `buckets` the leaves of later steps, if all in them is known: that is one operation for each."""
-        if all(each.is_plain and self._names.keys() >= {*each.parameters} for each in buckets):
-            leaves = {self._name_of(bucket): bucket.buffer for bucket in reversed(buckets)}  # expected last to first
-            engine = self._engine_of(self.sync, leaves, self._engine.lane)
-            engine.count_on_from(self._engine)
-            self._use(engine)
-            self._layout = [bucket.parameters for bucket in buckets]
+        self._pending = []
 
     @property
     def _writes_all(self) -> bool:
@@ -178,10 +161,13 @@ class Handle(PipelineHandle):
         self._slots.require_all_in(self._known)
 
 
-def _computes_by_element(sync: Sync) -> bool:
-    """Return whether an element of a mean depends on that element alone, so that leaves may be laid out in any way."""
-    kinds = all(isinstance(each, all_reduce | bucketize | cast) for each in all_in(sync))
-    return kinds and not any(isinstance(each, cast) and (each.check or each.draws) for each in all_in(sync))
+def _is_laid_out_by(strides: tuple[int, ...], parameter: Tensor) -> bool:
+    """Return whether DDP lays out a gradient by these strides of its parameter, which are not row-major.
+
+    Where they leave gaps or overlap, it takes row-major ones, as autograd does.
+    """
+    is_row_major = strides == torch.empty(parameter.shape, device="meta").stride()
+    return not is_row_major and strides == torch.empty_like(parameter, device="meta").stride()
 
 
 def _wrapped(model: DistributedDataParallel) -> WrappedParameters:
@@ -196,19 +182,19 @@ def _remove(hooks: Sequence[RemovableHandle]) -> None:
 class _Bucket:
     """A bucket of DDP's, and the future that DDP waits for."""
 
-    def __init__(self, bucket: dist.GradBucket, *, is_leaf: bool) -> None:
+    def __init__(self, bucket: dist.GradBucket, other_strides: Mapping[Tensor, tuple[int, ...]]) -> None:
         self.buffer = bucket.buffer()
         self.parameters = bucket.parameters()
-        self.is_plain = not (self.buffer.is_sparse or self.parameters[0].is_complex())
-        if is_leaf:
-            self.views = list[Tensor]()
-        elif self.buffer.is_sparse:  # it holds that gradient alone, and has no views
+        if self.buffer.is_sparse:  # it holds that gradient alone, and has no views
             self.views = [self.buffer.to_dense()]
         elif self.parameters[0].is_complex():  # the buffer is real, and DDP's views are of its first half
             parts = torch.view_as_complex(self.buffer.view(-1, 2)).split([p.numel() for p in self.parameters])
             self.views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
         else:
             self.views = bucket.gradients()
+        if other_strides:  # the views of DDP's hooks are all row-major
+            strides = map(other_strides.get, self.parameters)
+            self.views = [v.as_strided(v.shape, s) if s else v for v, s in zip(self.views, strides, strict=True)]
         self.future: torch.futures.Future[Tensor] = device_of(self.buffer.device).future()
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
@@ -223,11 +209,6 @@ class _Bucket:
         elif elsewhere := [(view, mean) for view, mean in pairs if mean.data_ptr() != view.data_ptr()]:
             torch_private.foreach_copy(*zip(*elsewhere, strict=True))
         self.future.set_result(result)
-
-    def complete_whole(self, mean: Tensor) -> None:
-        # In one copy. DDP would copy each part of another tensor into its own, and hold that tensor until its next
-        # step, which would then need a second one.
-        self.future.set_result(self.buffer if mean.data_ptr() == self.buffer.data_ptr() else self.buffer.copy_(mean))
 
 
 def register(
@@ -286,11 +267,8 @@ def register(
     handles: list[Handle] = []
 
     def set_up() -> dict[str, str]:
-        hooks = torch_private.comm_hooks_of(model)
-        if hooks:
-            raise RuntimeError(
-                f"register: DDP has one hook slot, and {hooks[0][0].__name__} is in it; wrap the module again"
-            )
+        if hook := torch_private.ddp_facts(model).get("comm_hook"):
+            raise RuntimeError(f"register: DDP has one hook slot, and {hook} is in it; wrap the module again")
         if model.skip_all_reduce_unused_params:
             raise ValueError(
                 "register: with skip_all_reduce_unused_params DDP calls no hook for a bucket that no rank uses, so a "
@@ -304,15 +282,33 @@ def register(
     agree(set_up, group, call="register")
     (handle,) = handles
     handle._connect(is_measured=sync == AUTO)  # pyright: ignore[reportPrivateUsage]
-    model.register_comm_hook(handle, fnddp_hook)
-    model.register_forward_pre_hook(handle._before_forward)  # pyright: ignore[reportPrivateUsage]
+    model.register_comm_hook(slot := Slot(handle), fnddp_hook)
+    model.register_forward_pre_hook(slot.before_forward)
     return handle
 
 
+class Slot:
+    """The place of a handle in a model, which is empty in a copy of that model: there torch's class has no hook."""
+
+    def __init__(self, handle: Handle | None = None) -> None:
+        self._handle = handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Slot, ()
+
+    def before_forward(self, *_: object) -> None:
+        if self._handle is not None:
+            self._handle._before_forward()  # pyright: ignore[reportPrivateUsage]
+
+    def feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        assert self._handle is not None  # in the model that has the hook
+        return self._handle._feed(bucket)  # pyright: ignore[reportPrivateUsage]
+
+
 @torch_private.skipped_by_dynamo
-def fnddp_hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def fnddp_hook(slot: Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The function in DDP's hook slot; DDP wants a plain function with these parameters."""
-    return handle._feed(bucket)  # pyright: ignore[reportPrivateUsage]
+    return slot.feed(bucket)
 
 
 def _raise(error: Exception) -> None:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from fnddp import torch_private
 from fnddp.adapters.backward import Backward
@@ -181,7 +181,7 @@ class PipelineHandle(HasPipeline):
     def __init__(self, leaves: Leaves, sync: Sync, group: str | None, wire: Wire = C10D, **options: Any) -> None:
         warn_without_memory(sync)
 
-        def engine_of(sync: Sync, leaves: Leaves = leaves, lane: Lane | None = None) -> Engine:
+        def engine_of(sync: Sync, lane: Lane | None = None) -> Engine:
             specs = {name: LeafSpec.of(leaf) for name, leaf in leaves.items()}
             donation = Donation(gradients="at_end", state=True)
             given: Any = {"donation": donation, "groups": [group], "wire": wire, "lane": lane, **options}
@@ -194,6 +194,12 @@ class PipelineHandle(HasPipeline):
         steps = self._engine.steps
         return f"<{type(self).__name__} of {self.sync}, after {steps} step{'s' * (steps != 1)}>"
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} runs in one model and cannot be copied or pickled; save "
+            "fnddp.state_dict(handle.sync_state), and set up the pipeline again in a copy of the model"
+        )
+
     def _connect(self, *, is_measured: bool) -> None:
         """Get ready for the first step, when all ranks have agreed on the pipeline, which "auto" may have chosen."""
         self._is_measured = self._compares = is_measured
@@ -201,12 +207,10 @@ class PipelineHandle(HasPipeline):
 
     def _adopt(self, sync: Sync) -> None:
         log_adopted(self.sync, sync)
-        self._use(self._engine_of(sync.over(self._group, unnamed_only=True), lane=self._engine.lane))
+        self._engine = self._engine_of(sync.over(self._group, unnamed_only=True), self._engine.lane)
+        self._backward.engine = self._engine
+        self._engine.connect()
         self._compares = True
-
-    def _use(self, engine: Engine) -> None:
-        self._engine = self._backward.engine = engine
-        engine.connect()
 
 
 class Writer(Protocol):

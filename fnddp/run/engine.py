@@ -157,7 +157,8 @@ class Engine:
         self.step: Step | None = None
         self.steps = self.failed_steps = 0
         self.learns_order = self._can_learn_order = learns_order and not isinstance(wire, Elastic)
-        self._parts, self._structure = tree.flatten_any(state)
+        self._strides: list[Any] = []  # of the parts of the first state, for which plans are made
+        self._take(state)
         self._knows_groups = sync.groups is not None or bool(groups)
         self._overwrites_early = donation.gradients == "yes"
         self._world = World(None if wire is C10D else wire)
@@ -198,7 +199,7 @@ class Engine:
     def state(self, state: State) -> None:
         if self.step is not None:
             raise RuntimeError("the state cannot be set while a step is open, which would write over it")
-        self._parts, self._structure = tree.flatten_any(require_like(repr(self.sync), state, self._own_state()))
+        self._take(require_like(repr(self.sync), state, self._own_state()))
 
     def require_noticed(self) -> None:
         """Raise a CollectiveError if another rank has failed in the last step, on an accelerator."""
@@ -209,6 +210,15 @@ class Engine:
         self.counters = {i: part for i, part in enumerate(self._parts) if isinstance(part, int)}
         state, self._parts = self._own_state(), []
         return state
+
+    def _take(self, state: State) -> None:
+        """Begin the next step from `state`, laid out in memory as the first one: it may be that of other strides."""
+        self._parts, self._structure = tree.flatten_any(state)
+        strides = [part.stride() if isinstance(part, Tensor) else None for part in self._parts]
+        self._strides = self._strides or strides
+        if strides != self._strides:
+            pairs = zip(self._parts, strides, self._strides, strict=True)
+            self._parts = [part if now == first else _strided(part, first) for part, now, first in pairs]
 
     def _own_state(self) -> State:
         return tree.unflatten_any(self._structure, self._parts)
@@ -242,7 +252,7 @@ class Engine:
         """
         self.refuse_after_failure()
         if state is not None:
-            self._parts, self._structure = tree.flatten_any(state)
+            self._take(state)
         if isinstance(self.wire, Elastic):
             self.lane.health.epoch = self.wire.epoch
             if self.lane.epoch != self.wire.epoch:
@@ -436,12 +446,6 @@ class Engine:
         if leaves:
             self._dropped, self._programs = leaves, []
 
-    def count_on_from(self, before: "Engine") -> None:
-        """Copy the counts of steps of `before`, whose lane this engine has, and its measuring."""
-        self.steps, self.failed_steps = before.steps, before.failed_steps
-        if before._measured_from is not None:
-            self._observer.measures, self._measured_from = True, self.steps
-
     def learn_from(self, before: "Engine") -> bool:
         """Copy what the steps of `before` have learnt, and return True; False if its leaves differ.
 
@@ -490,6 +494,10 @@ class Engine:
                 seconds,
             )
         return program
+
+
+def _strided(part: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return torch.empty_strided(part.shape, strides, dtype=part.dtype, device=part.device).copy_(part)
 
 
 def _open_on(group: Any) -> list[weakref.ref[Step]]:

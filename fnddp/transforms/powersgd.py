@@ -245,8 +245,9 @@ class powersgd(Sync):
 
     def _matrices(self, leaves: Leaves) -> tuple[Stacks, Leaves]:
         stacks = self._stacks(leaves)
-        m = {path: _compute(leaves[path]).reshape(matrix_shape(leaves[path])) for paths in stacks for path in paths}
-        return stacks, m
+        whole = {path: _compute(leaves[path]) for paths in stacks for path in paths}
+        # Row-major, since BLAS rounds products of a transposed matrix another way.
+        return stacks, {path: each.contiguous().reshape(matrix_shape(each)) for path, each in whole.items()}
 
     def _bases(self, leaves: Leaves, stacks: Stacks, factors: Leaves) -> Leaves:
         """Return orthonormal bases of the columns of each factor, `[size, rank]`."""
