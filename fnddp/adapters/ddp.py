@@ -23,6 +23,7 @@ from fnddp.core.tree import Leaves
 from fnddp.device import device_of
 from fnddp.reducers.all_reduce import all_reduce
 from fnddp.run.choose import AUTO, automatic
+from fnddp.run.step import applying
 from fnddp.transforms.bucketize import bucketize
 from fnddp.transforms.cast import cast
 from fnddp.wire.c10d import C10D
@@ -104,8 +105,9 @@ class Handle(PipelineHandle):
 
     def _end(self) -> None:
         try:
-            self._complete(self._backward.end(self._require_known).mean)
-        except Exception as error:
+            with applying(self._engine):
+                self._complete(self._backward.end(self._require_known).mean)
+        except BaseException as error:
             # DDP's reducer survives no exception in a hook. Let it finish with this rank's own gradients, then raise.
             for bucket in self._pending:
                 bucket.future.set_result(bucket.buffer)
@@ -315,7 +317,7 @@ def fnddp_hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[
     return handle._feed(bucket)  # pyright: ignore[reportPrivateUsage]
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: BaseException) -> None:
     raise error
 
 
