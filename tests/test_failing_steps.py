@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fnddp
 from fnddp import StepFailedError, outer
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
+from fnddp.integrations.fsdp.reductions import Reduction
 from fnddp.integrations.fsdp.unit import Unit
 from fnddp.laws import bits
 from fnddp.reducers import halves
@@ -245,6 +246,26 @@ def check_abandoned(rank: int, way: str) -> None:
 def test_a_backward_that_is_broken_off_leaves_no_trace(gloo):
     """(FSDP itself adds what is left of such a backward to the next one, and torch's class does not go on.)"""
     gloo(2, check_abandoned, "module")
+
+
+def check_interrupt_behind_the_vote(rank: int, way: str) -> None:
+    training = Training(way)
+    training.step(rank, 0)
+    with pytest.raises(Interrupt) if rank == 1 else nullcontext(), ending(way) if rank == 1 else nullcontext():
+        training.step(rank, 1)
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
+            training.step(rank, 2)
+
+
+def ending(way: str) -> Any:
+    """Let an interrupt come when all ranks have the result, and this one has not applied it."""
+    return interrupted(Reduction if way == "shards" else Step, "commit")
+
+
+@pytest.mark.parametrize("way", ["module", "register", "shards", "attach"])
+def test_an_interrupt_behind_the_vote_lets_the_rank_refuse(gloo, way):
+    gloo(2, check_interrupt_behind_the_vote, way)
 
 
 def check_dead_wire(rank: int, way: str) -> None:

@@ -155,7 +155,7 @@ class Reductions:
             self.step.fail(error)
 
     def require_whole(self) -> None:
-        """Raise a CollectiveError if this rank may be apart from others; on an accelerator if one failed in the last step."""
+        """Raise a CollectiveError if this rank may be apart from others, or on an accelerator one has failed."""
         self.require_unbroken()
         require_noticed([] if self.notice is None else [self.notice])
 
