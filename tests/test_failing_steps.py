@@ -22,8 +22,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fnddp
 from fnddp import StepFailedError, outer
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
+from fnddp.integrations.fsdp.reductions import Reduction
 from fnddp.integrations.fsdp.unit import Unit
 from fnddp.laws import bits
+from fnddp.reducers import halves
 from fnddp.run.step import Step
 from fnddp.run.vote import Vote
 from fnddp.wire.c10d import C10d
@@ -94,6 +96,16 @@ class Trap(Exception):
 
 
 @contextmanager
+def patched(owner: Any, name: str, run: Any) -> Generator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, run)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
 def before(owner: Any, name: str, at: int, act: Callable[..., object]) -> Generator[list[int]]:
     """Run `act` before call number `at` of a method; yield the list of calls."""
     calls: list[int] = []
@@ -105,11 +117,8 @@ def before(owner: Any, name: str, at: int, act: Callable[..., object]) -> Genera
             act(*given, **options)
         return original(*given, **options)
 
-    setattr(owner, name, run)
-    try:
+    with patched(owner, name, run):
         yield calls
-    finally:
-        setattr(owner, name, original)
 
 
 def failing(owner: Any, name: str, at: int = 0, error: Exception | None = None) -> Any:
@@ -119,6 +128,25 @@ def failing(owner: Any, name: str, at: int = 0, error: Exception | None = None) 
         raise error or Trap(f"at {name}")
 
     return before(owner, name, at, act)
+
+
+class Interrupt(KeyboardInterrupt):
+    """Ctrl-C, as it may come between any two operations."""
+
+
+def interrupted(owner: Any, name: str, at: int = 0) -> Any:
+    """Let an interrupt come as call number `at` of a method returns."""
+    calls: list[int] = []
+    original = getattr(owner, name)
+
+    def run(*given: Any, **options: Any) -> Any:
+        result = original(*given, **options)
+        calls.append(len(calls))
+        if calls[-1] == at:
+            raise Interrupt("at an interrupt")
+        return result
+
+    return patched(owner, name, run)
 
 
 @contextmanager
@@ -143,12 +171,19 @@ POINTS: dict[str, Callable[[int], Any]] = {  # given the number of collectives i
     "in the first collective": lambda _: failing(C10d, "start"),
     "in the last collective": lambda count: failing(C10d, "start", count - 1),
     "in a segment": lambda _: failing(Step, "_run"),
+    "behind the first collective": lambda _: interrupted(C10d, "start"),
+    "behind the last collective": lambda count: interrupted(C10d, "start", count - 1),
+    "behind a segment": lambda _: interrupted(Step, "_run"),
     "in the first codec": lambda _: failing(Unit, "reduce"),
     "in the last codec": lambda _: failing(Unit, "reduce", 1),
+    "in the first decode": lambda _: failing(halves, "added_up"),
+    "in the last decode": lambda _: failing(halves, "added_up", 1),
     "behind the last gradient": lambda _: failing(Vote, "cast"),
 }
 BY_LEAF = ["in a segment", "in the first collective", "in the last collective", "behind the last gradient"]
-BY_BUFFER = ["in the first codec", "in the last codec"]
+BY_LEAF += ["behind the first collective", "behind the last collective", "behind a segment"]
+BY_BUFFER = ["in the first codec", "in the last codec", "in the first decode", "in the last decode"]
+BY_BUFFER += ["behind the first collective", "behind the last collective"]
 WAYS = {  # the number of ranks, and where a rank can fail by itself
     "module": (2, BY_LEAF),
     "register": (2, BY_LEAF),
@@ -180,8 +215,9 @@ def check_failures(rank: int, way: str, point: str) -> None:
         held, kept = bits(before), copy.deepcopy((model, optimizer))
         if step == 3:
             break
-        told = "at (start|_run|reduce|cast)|its backward did not finish"  # an error that breaks a backward off
-        raises = pytest.raises(Trap if rank == 1 else StepFailedError, match=told)
+        told = "at (start|_run|reduce|cast|added_up|an interrupt)|Interrupt has"
+        told += "|its backward did not finish"  # of an error that breaks a backward off
+        raises = pytest.raises((Trap, Interrupt) if rank == 1 else StepFailedError, match=told)
         with raises, POINTS[point](len(calls)) if rank == 1 else nullcontext():
             training.step(rank, 10 + step)
         assert bits(training.state()) == held
@@ -210,6 +246,26 @@ def check_abandoned(rank: int, way: str) -> None:
 def test_a_backward_that_is_broken_off_leaves_no_trace(gloo):
     """(FSDP itself adds what is left of such a backward to the next one, and torch's class does not go on.)"""
     gloo(2, check_abandoned, "module")
+
+
+def check_interrupt_behind_the_vote(rank: int, way: str) -> None:
+    training = Training(way)
+    training.step(rank, 0)
+    with pytest.raises(Interrupt) if rank == 1 else nullcontext(), ending(way) if rank == 1 else nullcontext():
+        training.step(rank, 1)
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
+            training.step(rank, 2)
+
+
+def ending(way: str) -> Any:
+    """Let an interrupt come when all ranks have the result, and this one has not applied it."""
+    return interrupted(Reduction if way == "shards" else Step, "commit")
+
+
+@pytest.mark.parametrize("way", ["module", "register", "shards", "attach"])
+def test_an_interrupt_behind_the_vote_lets_the_rank_refuse(gloo, way):
+    gloo(2, check_interrupt_behind_the_vote, way)
 
 
 def check_dead_wire(rank: int, way: str) -> None:

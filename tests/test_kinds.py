@@ -96,7 +96,7 @@ def check_alone(rank, kind):
 
 @pytest.mark.parametrize("kind", kinds.KINDS.values(), ids=str)
 def test_a_rank_alone_sends_nothing(monkeypatch, kind):
-    monkeypatch.setattr(kinds.Kind, "start", None)
+    monkeypatch.setattr(kinds.Kind, "call", None)
     run_threads(1, check_alone, kind)
 
 

@@ -171,7 +171,7 @@ def test_a_pipeline_over_a_group_is_not_one_over_a_later_group_of_its_name(rank)
 def test_rings_that_go_on_in_another_order_on_each_rank(rank):
     """Later messages are posted when earlier ones have come, so those of one ring could be taken for another's."""
     buffers = [torch.full((4,), size * (rank + 1), dtype=torch.float16) for size in (1.0, 100.0)]
-    rings = [faster(ALL_REDUCE, buffer, buffer, "sum", dist.group.WORLD) for buffer in buffers]
+    rings = [faster(ALL_REDUCE, buffer, buffer, "sum", dist.group.WORLD)(tag) for tag, buffer in enumerate(buffers)]
     posted = [next(ring) for ring in rings]
     for _ in range(2):
         for i in (0, 1) if rank == 0 else (1, 0):

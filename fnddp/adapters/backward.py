@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fnddp import torch_private
 from fnddp.run.engine import begin_next, fail_next
-from fnddp.run.step import Step, Synchronized, in_profile
+from fnddp.run.step import Step, Synchronized, applying, in_profile
 from fnddp.torch_private import current_backward
 
 Owner = TypeVar("Owner")
@@ -113,7 +113,7 @@ class Backward:
         if self.failure is None:
             try:
                 run()
-            except Exception as error:
+            except BaseException as error:
                 self.keep(error)
 
     def keep(self, error: BaseException) -> None:
@@ -283,7 +283,8 @@ class _Ending:
         failure: BaseException | None = None
         for backward in in_order(self.ends) if len(self.ends) > 1 else self.ends:
             try:
-                self.ends[backward]()
+                with applying(backward.engine):
+                    self.ends[backward]()
             except BaseException as error:  # the other ranks wait for the steps that are left
                 failure = failure or error
         if failure is not None:

@@ -22,6 +22,7 @@ from fnddp.core.sync import Sync
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of
 from fnddp.run.choose import AUTO, automatic
+from fnddp.run.step import applying
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import Wire
@@ -115,8 +116,9 @@ class Handle(PipelineHandle):
 
     def _end(self) -> None:
         try:
-            self._complete(self._backward.end(self._require_known).mean)
-        except Exception as error:
+            with applying(self._engine):
+                self._complete(self._backward.end(self._require_known).mean)
+        except BaseException as error:
             # DDP's reducer survives no exception in a hook. Let it finish with this rank's own gradients, then raise.
             for bucket in self._pending:
                 bucket.future.set_result(bucket.buffer)
@@ -311,7 +313,7 @@ def fnddp_hook(slot: Slot, bucket: dist.GradBucket) -> torch.futures.Future[torc
     return slot.feed(bucket)
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: BaseException) -> None:
     raise error
 
 

@@ -15,7 +15,7 @@ from fnddp.core.tree import Leaves, Tree
 from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engines
-from fnddp.run.step import Step
+from fnddp.run.step import Step, applying
 from fnddp.torch_private import DIFFERENTIATES_INFERENCE, current_backward, is_transforming, next_node_number
 from fnddp.wire.c10d import C10D, over
 from fnddp.wire.protocol import Wire, reporting
@@ -102,13 +102,13 @@ def value_and_grad(
                 "value_and_grad: a gradient synchronization cannot run inside the loss_fn of another one: its "
                 "derivative is not defined; call it within torch.no_grad() if its results are constants"
             )
-        with engines.alone(leaves, state) as engine:
-            step = engine.begin(state)
+        with engines.alone(leaves, state) as engine, applying(engine):
             try:
+                step = engine.begin(state)
                 value, aux = _backward(loss_of, leaves, batch, has_aux, step)
                 done = step.finish()
             except BaseException as error:
-                step.fail(error)
+                engine.fail(error)
                 raise
             given: Any = (value, aux) if has_aux else value
             return given, tree.unflatten(spec, done.of(leaves)), engine.release_state()
@@ -239,7 +239,7 @@ class jit:
     def _run(self, grads: T, state: State, weight: float | Tensor | None) -> tuple[T, State]:
         leaves, spec = tree.flatten(grads)
         # Plans, and the memory that they keep, outlive inference mode.
-        with torch.inference_mode(False), self._engines.alone(leaves, state) as engine:
+        with torch.inference_mode(False), self._engines.alone(leaves, state) as engine, applying(engine):
             done = engine.run({path: leaf.detach() for path, leaf in leaves.items()}, state, weight=weight)
             return tree.unflatten(spec, done.of(leaves)), engine.release_state()
 

@@ -20,6 +20,7 @@ from fnddp.outer.contract import Outer
 from fnddp.outer.overlapped import Overlapped
 from fnddp.outer.plan import Noted, OuterPlan, lower
 from fnddp.outer.shards import WorkerShards, local, locals_of, shards_of
+from fnddp.run.step import applying
 from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import untraced, without_autocast
 from fnddp.wire import control
@@ -184,7 +185,8 @@ class Attached:
             ahead = self._ahead()  # of the state that it may have loaded
         leaves, before, open_at = self._leaves(), self._state, self._tokens_open()
         try:
-            self._run(leaves, ahead)
+            with applying(self._exchanges):
+                self._run(leaves, ahead)
         finally:
             if self._state is before:  # what was open and has ended is exchanged again, with its tokens
                 self._tokens_resumed = {name: at for name, at in open_at.items() if name not in self.under_way}

@@ -38,6 +38,17 @@ class Overlapped(Exchanges):
     def under_way(self) -> tuple[str, ...]:
         return tuple(name for name, each in self._open.items() if not each.is_given_up)
 
+    @property
+    def steps(self) -> int:
+        """The number of exchanges that have succeeded."""
+        return sum(engine.steps for engine in self._last_engines())
+
+    def _refuse(self, error: BaseException) -> None:
+        for engine in self._last_engines():
+            engine.broken = error
+
+    broken = property(fset=_refuse, doc="The error after which no exchange begins.")
+
     def require_noticed(self) -> None:
         """Raise a CollectiveError if another rank has failed in an exchange for whose outcome the host did not wait."""
         for engine in self._last_engines():
@@ -50,7 +61,7 @@ class Overlapped(Exchanges):
         """Advance open exchanges without waiting. Errors are raised where they end."""
         for each in self._open.values():
             if each.backward.step is not None:
-                each.backward.attempt(each.backward.step.advance)
+                each.attempt(each.step.advance)
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
         """Start an exchange; if it fails, `end` raises the error, as on the other ranks."""
@@ -67,9 +78,9 @@ class Overlapped(Exchanges):
         engine = self._engines[name, sync].of(leaves, state)
         backward = Backward(engine)
         step = backward.begin(state=state, weight=self._weight(name))
-        self._open[name] = _Open(backward, step, leaves)
-        backward.attempt(self._check)
-        backward.attempt(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))
+        self._open[name] = opened = _Open(backward, step, leaves)
+        opened.attempt(self._check)
+        opened.attempt(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
         """Finish the exchange `name`; run a whole exchange if none of that name, or of other leaves, is open."""
@@ -105,6 +116,17 @@ class _Open:
     def is_given_up(self) -> bool:
         """True if it has ended, on all ranks, with one before it that has failed: it has sent nothing yet."""
         return not self.step.is_open and not self.step.has_failed
+
+    def attempt(self, run: Callable[[], object]) -> None:
+        """Call `run`, and keep its error for the end. An interrupt is raised: the end may be many local steps away."""
+        try:
+            if self.backward.failure is None:
+                run()
+        except Exception as error:
+            self.backward.keep(error)
+        except BaseException as error:
+            self.backward.keep(RuntimeError(f"{type(error).__name__} has interrupted this exchange"))
+            raise
 
     def end(self) -> tuple[Leaves, State]:
         done = self.backward.end()

@@ -327,12 +327,12 @@ class Engine:
 
     def run(self, leaves: Leaves, state: State = None, *, weight: Any = None) -> Synchronized:
         """Run a whole step on complete gradients. If it fails, it has failed on all ranks."""
-        step = self.begin(state, weight=weight)
         try:
+            step = self.begin(state, weight=weight)
             step.feed_all({path: leaves[path] for path in reversed(leaves)})
             return step.finish()
         except BaseException as error:
-            step.fail(error)
+            self.fail(error)
             raise
 
     def fail(self, error: BaseException) -> None:

@@ -1,8 +1,8 @@
 """One step of an engine: it takes gradients, runs the plan, and ends alike on all ranks."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +18,7 @@ from fnddp.run.program import BoundSegment, Program, UnexpectedGradient
 from fnddp.run.vote import EndedSteps, StepFailedError, Vote
 from fnddp.show.trace import Observer, profiled
 from fnddp.torch_private import foreach_copy, has_modes, is_held, is_profiling, without_autocast, without_modes
+from fnddp.wire.c10d import C10d, start_into
 from fnddp.wire.counter import count_payload
 from fnddp.wire.kinds import Work, waited
 from fnddp.wire.protocol import CollectiveError, Elastic
@@ -168,7 +169,7 @@ class Step:
         self._remaining = program.needed.copy()
         self._gave_nonfinite: Tensor | bool = False
         self._put = bytearray(len(program.inputs))  # by position: 1 for leaves that have arrived
-        self._works: dict[int, Work] = {}
+        self._works: dict[int, list[Work]] = {}  # of collectives under way: empty until they are started
         self._next = 0
         self._polled = 0.0
         if program.stream is not None:
@@ -455,8 +456,11 @@ class Step:
         if self._has_voted and self._program.plan is None and isinstance(error, FloatingPointError):
             return  # of fp16(..., check=True), which raises on all ranks
         self.broken = error  # until the others know
-        if self._vote is None or isinstance(error, CollectiveError) or self._has_voted:
+        if self._vote is None or isinstance(error, CollectiveError) or (self._has_voted and self._vote.is_cast):
             return
+        is_known = isinstance(error, Exception) or isinstance(self._program.wire, C10d)
+        if not is_known and ([] in self._works.values() or self._vote.is_starting):
+            return  # an interrupt came while a message was started, which other ranks may have or not
         try:
             self._known_scale()
             self._send_zeros()
@@ -478,9 +482,9 @@ class Step:
             with torch.no_grad(), self._on_side_stream():
                 nonfinite = has_nonfinite(self._program.received(self._buffers), self._program.device)
                 nonfinite = nonfinite | self._gave_nonfinite
+        self._has_voted = True
         with self._on_side_stream():
             vote.cast(absent, weight=weight, nonfinite=nonfinite)
-        self._has_voted = True
         self._wait_all()
         try:
             with self._on_side_stream():
@@ -513,8 +517,11 @@ class Step:
             for bound in self._program.segments[self._next :]:
                 if only_ready and not self._is_ready(bound.segment, block=True):
                     return
-                if bound.segment.launches is not None:
-                    self._buffers[bound.segment.launches.index].send.zero_()
+                launches = bound.segment.launches
+                if launches is not None and self._works.get(launches.index):  # an interrupt came behind it
+                    self._wait(launches.index)
+                elif launches is not None:
+                    self._buffers[launches.index].send.zero_()
                     self._launch(bound.segment)
                 self._next += 1
 
@@ -543,8 +550,8 @@ class Step:
         """Start the exchange of weights, if the step has one that has not been started."""
         if self._scale is None and not self._must_rerun and not self._is_weighing:
             assert self._vote is not None
-            self._is_weighing = True
             self._vote.weigh(self._weight or NO_WEIGHT)
+            self._is_weighing = True
 
     def _known_scale(self) -> float:
         """Wait for all weights and return the factor of gradients; raise a ValueError if weights are invalid."""
@@ -679,16 +686,18 @@ class Step:
             collective.group,
         )
         named = _NOTHING if observer is None else observer.launches(collective, device, self._program.stream)
+        self._works[index] = works = []
         with named, without_modes():
-            self._works[index] = _named(collective, start)
+            _named(collective, partial(start_into, works, start))
 
     def _is_completed(self, index: int) -> bool:
-        return _named(self._program.collectives[index], self._works[index].is_completed)
+        return _named(self._program.collectives[index], self._works[index][0].is_completed)
 
     def _wait(self, index: int) -> None:
         collective, observer = self._program.collectives[index], self._observer
         with _NOTHING if observer is None else observer.waits(collective, self._program.device, self._program.stream):
-            _named(collective, partial(waited, self._works.pop(index)))
+            _named(collective, partial(waited, self._works[index][0]))
+        del self._works[index]  # not before: an interrupt may come, and memory must not be used again until it is over
 
     def _wait_for_side_stream(self) -> None:
         """Wait on the current stream, before memory is freed that the side stream still writes to."""
@@ -712,6 +721,21 @@ def _named(collective: Collective, run: Callable[[], T]) -> T:
             f"{collective.world_size} ranks failed: {error}. Another rank has failed, left, or not called backward; "
             "see its own error"
         ) from error
+
+
+@contextmanager
+def applying(engine: Any) -> Generator[None]:
+    """Let `engine` refuse further steps if an interrupt comes in the block, and a step of it has succeeded there.
+
+    The other ranks apply the result of that step, and this one has lost it.
+    """
+    steps = engine.steps
+    try:
+        yield
+    except BaseException as error:
+        if engine.steps > steps and not isinstance(error, Exception):
+            engine.broken = error
+        raise
 
 
 def in_profile(name: str) -> AbstractContextManager[object]:

@@ -7,6 +7,7 @@ import math
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from fnddp.core.agreement import RankMismatchError
 from fnddp.device import Device
+from fnddp.wire.c10d import start_into
 from fnddp.wire.control import first_over, gather_over, gathering, result_of
 from fnddp.wire.groups import rank
 from fnddp.wire.kinds import Work, waited
@@ -71,12 +73,25 @@ class Vote:
         self._is_over = False  # the host has waited for them
         self._is_nonfinite: Tensor | bool = False  # on any rank, once that is known
         self._work: Work | None = None
+        self._weighed: list[Any] = []  # what the wire has returned for the exchange of weights: empty before it
+        self._cast: list[Any] = []  # and for the vote itself
+        self._last: list[Any] | None = None  # for what was started last
+
+    @property
+    def is_cast(self) -> bool:
+        """True if this rank has voted, also where an interrupt came just then."""
+        return bool(self._cast)
+
+    @property
+    def is_starting(self) -> bool:
+        """True if a message was being started when an interrupt came."""
+        return self._last == []
 
     def weigh(self, weight: Weight) -> None:
-        """Start the exchange of weights. `weight` is NO_WEIGHT or FAILED on a rank that gave none."""
+        """Start the exchange of weights, once. `weight` is NO_WEIGHT or FAILED on a rank that gave none."""
         self._weight = weight
         if self._wire.size(self._weight_group) > 1:
-            self._start(self._device.of_host([weight.number], torch.float64), self._weight_group)
+            self._start(self._weighed, self._device.of_host([weight.number], torch.float64), self._weight_group)
 
     def scale(self, ends: EndedSteps = ALONE) -> float | None:
         """Return the factor of this rank's gradients. Raise as `numbers`, and a ValueError if all weights are zero."""
@@ -111,6 +126,7 @@ class Vote:
             are_joint: They belong to one backward; False if they are of weight blocks.
         """
         while steps > 0:
+            self._weighed = []
             self.weigh(FAILED)
             assert self._work is not None
             yield self._work
@@ -134,7 +150,7 @@ class Vote:
         """
         assert self._weight is not None
         numbers = [self._weight.number]
-        if self._work is not None:
+        if self._weighed:
             try:
                 with _named_failures("exchange their weights"):
                     numbers = self._gathered().flatten().tolist()
@@ -178,7 +194,7 @@ class Vote:
             nonfinite: It has received something that is not finite; on an accelerator a scalar there.
         """
         self._absent, self._weight, self._work, self._is_over = absent, weight, None, False
-        self._is_nonfinite = nonfinite
+        self._is_nonfinite, self._cast = nonfinite, []
         if self.groups:
             has_weight, has_none = weight is not None, weight is None and not failed
             known = nonfinite if isinstance(nonfinite, bool) else False
@@ -188,7 +204,7 @@ class Vote:
                 sent = self._device.of_host(flags, torch.uint8)
                 if isinstance(nonfinite, Tensor):
                     sent[4] = nonfinite
-                self._start(sent, self.groups[0])
+                self._start(self._cast, sent, self.groups[0])
                 if self._device.is_asynchronous:  # gather from all groups, even if this rank will not read the result
                     for group in self.groups[1:]:
                         self._pass_on_to(group)
@@ -277,8 +293,11 @@ class Vote:
                 paths = frozenset().union(*gather_over(self._wire, paths, group, self._device.device))
         return paths
 
-    def _start(self, flags: Tensor, group: str | None) -> None:
-        self._flags, self._work = self._wire.vote(flags, group)
+    def _start(self, sent: list[Any], flags: Tensor, group: str | None) -> None:
+        self._last = sent
+        if not sent:
+            start_into(sent, partial(self._wire.vote, flags, group))
+        self._flags, self._work = sent[0]
 
     def _gathered(self) -> Tensor:
         assert self._flags is not None
@@ -301,7 +320,7 @@ class Vote:
         """Vote in the next group, for all ranks that have voted."""
         flags = self._highest()
         flags.select(0, 5).fill_(self._place_in(group))  # for an assignment of a number CUDA's host would wait
-        self._start(flags, group)
+        self._start([], flags, group)
 
     def _complete(self) -> list[int]:
         """Return the maximum of each flag over all ranks."""

@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from itertools import chain, count
+from functools import partial
+from itertools import chain, count, starmap
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from fnddp.device import device_of
 from fnddp.torch_private import connect_again, functional_collectives, is_torchcomms, keep_order, without_modes
 from fnddp.wire.groups import GroupName, World, live_group, live_rank, live_size, within
-from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Kind, Work, waited
+from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Kind, Work, gather_call, waited
 from fnddp.wire.protocol import CollectiveError, Wire, reporting
 
 _TAGS = 0x666E0000  # away from the tags of a user's own messages
@@ -35,29 +36,42 @@ Steps: TypeAlias = Iterator[list[dist.Work]]
 
 
 class Messages:
-    """A collective under way, as a `Work`. Its first messages are posted at once.
+    """A collective of messages, as a `Work`, which `begin` starts.
 
     gloo reports that a message is over only to a thread that waits for it. So a thread waits, and posts the following
     messages: the collective continues while the host computes.
+
+    No interrupt comes in that thread, which takes the tag of the messages, too.
     """
 
-    def __init__(self, steps: Steps) -> None:
-        self._over = threading.Event()
+    def __init__(self, steps: Callable[[int], Steps], group: dist.ProcessGroup) -> None:
+        self._over, self._has_tag = threading.Event(), threading.Event()
         self._error: BaseException | None = None
-        threading.Thread(target=self._carry_on, args=(next(steps), steps), daemon=True).start()
+        self._steps, self._group, self._threads = steps, group, count()
+
+    def begin(self) -> None:
+        """Let a thread post the messages. A second call does nothing, unless an interrupt has broken off the first."""
+        threading.Thread(target=self._carry_on, daemon=True).start()
+        self._has_tag.wait()  # before the next collective takes one
 
     def is_completed(self) -> bool:
         return self._over.is_set()
 
     def wait(self) -> None:
+        if not self._has_tag.is_set():
+            self.begin()
         self._over.wait()
         if self._error is not None:
             raise self._error
 
-    def _carry_on(self, first: list[dist.Work], steps: Steps) -> None:
+    def _carry_on(self) -> None:
+        if next(self._threads):  # another one does
+            return
+        tag = _next_tag(self._group)
+        self._has_tag.set()
         try:
             with torch.inference_mode():  # because the buffers may be inference tensors
-                for work in chain(first, chain.from_iterable(steps)):
+                for work in chain.from_iterable(self._steps(tag)):
                     waited(work)
         except BaseException as error:
             self._error = error
@@ -75,19 +89,42 @@ class _Over:
         pass
 
 
+class _Started(threading.local):
+    """The list to which the next collective of this thread is added, by the same operation that starts it."""
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+
+
+_started = _Started()
+
+
+def start_into(works: list[Any], start: Callable[[], Any]) -> None:
+    """Call `start`, which is `start` or `vote` of a wire, and have its result in `works`, which is empty before.
+
+    If an interrupt breaks it off, `works` is empty unless the collective has been started, on the wire of
+    torch.distributed. On another wire that is not known then.
+    """
+    _started.works = works
+    works[:] = [start()]
+    _started.works = []  # another wire has left it there
+
+
 def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
     """Return whether `group` has several ranks, and uses torch's gloo for tensors on the CPU, not torchcomms's."""
     return group.size() > 1 and "cpu:gloo" in dist.get_backend_config(group) and not is_torchcomms(group)
 
 
-def faster(kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup) -> Steps | None:
-    """Return messages, on all ranks, where they are faster than a `LARGE` collective of `group`; None elsewhere."""
+def faster(
+    kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup
+) -> Callable[[int], Steps] | None:
+    """Return messages by their tag, on all ranks, where they are faster than a `LARGE` collective; None elsewhere."""
     if not is_gloo_on_cpu(group):
         return None
     if kind is ALL_REDUCE and send.dtype == torch.float16 and op == "sum":
-        return ring(send, group, _next_tag(group))
+        return partial(ring, send, group)
     if kind in (ALL_GATHER, ALL_TO_ALL):
-        return direct(send if kind.sends_rows else send.expand_as(receive), receive, group, _next_tag(group))
+        return partial(direct, send if kind.sends_rows else send.expand_as(receive), receive, group)
     return None
 
 
@@ -203,15 +240,24 @@ class C10d:
             return _Over()
         is_large = receive.nbytes >= LARGE and not device_of(send.device).is_asynchronous
         steps = faster(kind, send, receive, op, live) if is_large else None
-        return kind.start(send, receive, op, live) if steps is None else Messages(steps)
+        works, _started.works = _started.works, []
+        if steps is None:
+            start, arguments = kind.call(send, receive, op, live)
+            works.extend(starmap(start, [arguments]))
+        else:
+            works.append(Messages(steps, live))
+            works[-1].begin()
+        return works[-1]
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
         """See `Wire.vote`. (A gather takes gloo half as many messages as a reduction.)"""
         live = self._live(group)
         gathered = flags.new_empty((live.size(), *flags.shape))
+        start, arguments = gather_call(gathered, flags, live)
+        votes, _started.works = _started.works, []
         with without_modes():  # WireCounter's
-            work: Any = dist.all_gather(list(gathered), flags, group=live, async_op=True)
-        return gathered, work
+            votes.extend(zip([gathered], starmap(start, [arguments]), strict=True))
+        return votes[-1]
 
     def broadcast_object(self, value: Any, group: str | None, device: torch.device) -> Any:
         """Return the first rank's `value`."""

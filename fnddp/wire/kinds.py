@@ -14,10 +14,7 @@ from torch import Tensor
 
 from fnddp.torch_private import functional_collectives as _functional
 
-# torch 2.13 renames them, and warns of the old names.
-_dist: Any = dist
-_all_gather: Any = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
+_c10d: Any = dist.distributed_c10d
 REDUCE_OP = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -118,14 +115,33 @@ class Kind:
         reduced = sum_in_rank_order(sends) if computed is None else computed(sends, 0)
         return reduced if self.sends_rows else reduced.expand_as(sends)
 
-    def start(self, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup) -> Any:
-        """Start a collective of this kind on torch.distributed, in given memory."""
+    def call(self, send: Tensor, receive: Tensor, op: str | None, group: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return the method of `group` that starts a collective of this kind in given memory, and its arguments.
+
+        Called from C, as `map` does, it starts the collective without a moment at which Python may be interrupted.
+        """
+        mine, theirs = send.view(-1), receive.view(-1)
         if self.is_in_place:
-            return dist.all_reduce(send, REDUCE_OP[op or "sum"], group=group, async_op=True)
+            return group.allreduce, ([send], _options(_c10d.AllreduceOptions(), op))
         if self.computes:
-            return _reduce_scatter(receive, send.view(-1), REDUCE_OP[op or "sum"], group=group, async_op=True)
-        function: Any = dist.all_to_all_single if self.sends_rows else _all_gather
-        return function(receive.view(-1), send.view(-1), group=group, async_op=True)
+            return _method(group, "reduce_scatter_single", "_reduce_scatter_base"), (
+                receive,
+                mine,
+                _options(_c10d.ReduceScatterOptions(), op),
+            )
+        if self.sends_rows:
+            return _method(group, "all_to_all_single", "alltoall_base"), (
+                theirs,
+                mine,
+                [],
+                [],
+                _options(_c10d.AllToAllOptions()),
+            )
+        return _method(group, "all_gather_single", "_allgather_base"), (
+            theirs,
+            mine,
+            _options(_c10d.AllgatherOptions()),
+        )
 
     def trace(self, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
         """Start a functional collective of this kind, for graphs and torch.compile; the result must be waited for."""
@@ -143,6 +159,22 @@ class Kind:
             return (payload, given[0], group) if given[0] in REDUCE_OP else None
         is_uneven = self.sends_rows and len({*given[0], *given[1]}) > 1
         return None if is_uneven else (payload, None, group)
+
+
+def gather_call(receive: Tensor, send: Tensor, group: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return what `Kind.call` does, for a gather of few bytes of all ranks in the rows of `receive`."""
+    return group.allgather, ([list(receive)], [send], _options(_c10d.AllgatherOptions()))
+
+
+def _method(group: Any, name: str, before: str) -> Any:
+    return getattr(group, name, None) or getattr(group, before)  # torch 2.13 renames them
+
+
+def _options(options: Any, op: str | None = None) -> Any:
+    options.asyncOp = True
+    if hasattr(options, "reduceOp"):
+        options.reduceOp = REDUCE_OP[op or "sum"]
+    return options
 
 
 ALL_REDUCE = Kind("all_reduce", True, False, False, _functional.all_reduce.default)

@@ -16,10 +16,10 @@ from fnddp.adapters.backward import Backward
 from fnddp.core import tree
 from fnddp.core.sync import State
 from fnddp.device import device_of
-from fnddp.integrations.fsdp.unit import Unit
+from fnddp.integrations.fsdp.unit import Sending, Unit
 from fnddp.run.nonfinite import has_nonfinite, spoil, unless
-from fnddp.run.step import Synchronized, require_noticed
-from fnddp.run.vote import Vote
+from fnddp.run.step import Synchronized, applying, require_noticed
+from fnddp.run.vote import StepFailedError, Vote
 from fnddp.torch_private import fsdp_groups
 from fnddp.wire.c10d import C10D
 from fnddp.wire.protocol import CollectiveError
@@ -93,7 +93,7 @@ class Reductions:
         self.vote = Vote((), C10D, groups, self.device)
         self.begin_around: Callable[[], object] | None = None
         self.notice: Callable[[], bool] | None = None  # `Vote.notice` of the last step, on an accelerator
-        self.broken: BaseException | None = None  # this rank's error there, of which the others learn in the next step
+        self.broken: BaseException | None = None  # this rank's error, of which the others may not have learnt
         self._backward = Backward(self)
         self._step: weakref.ref[Reduction] | None = None
 
@@ -105,20 +105,29 @@ class Reductions:
     @torch_private.skipped_by_dynamo
     def reduce(self, unit: Unit, mine: Tensor, buffer: Tensor) -> None:
         """Write to `mine`, `[width]`, the mean of this rank's row of `buffer`, `[ranks, width]`."""
+        try:
+            self._reduce(unit, mine, buffer)
+        except (CollectiveError, KeyboardInterrupt) as error:
+            self.broken = type(error)(*error.args)  # without frames, which would keep the step alive
+            raise
+
+    def _reduce(self, unit: Unit, mine: Tensor, buffer: Tensor) -> None:
         if self.step is None and self.begin_around is not None:
             self.begin_around()
-        step = self.step or self._begin_alone()
+        step, messages = self.step or self._begin_alone(), Sending()
         with torch.no_grad(), torch_private.without_autocast():
             try:
+                step.weigh()
                 state = step.states.get(unit.name, self.states[unit.name])
-                mean, step.states[unit.name] = unit.reduce(scaled(buffer, step.scales[unit.group]), state)
+                mean, step.states[unit.name] = unit.reduce(scaled(buffer, step.scales[unit.group]), state, messages)
                 mine.copy_(mean)
                 step.note(mean)
             except CollectiveError:
                 raise
-            except Exception as error:
-                step.backward.keep(error)
-                unit.reduce_nothing(buffer)
+            except BaseException as error:  # FSDP's other collectives must still run on all ranks
+                step.backward.keep(error if step.is_weighed else error.with_traceback(None))  # see below
+                step.weigh()
+                unit.reduce_nothing(buffer, messages)
                 mine.zero_()
             finally:
                 del step  # which the error's frames would keep alive, if this backward breaks off
@@ -130,7 +139,8 @@ class Reductions:
         return step
 
     def _end(self, _: "Reduction") -> None:
-        self._backward.end()
+        with applying(self):
+            self._backward.end()
 
     def begin(self, backward: Backward) -> "Reduction":
         """Begin a step, of which `backward` has the life and keeps the errors."""
@@ -145,13 +155,17 @@ class Reductions:
             self.step.fail(error)
 
     def require_whole(self) -> None:
-        """Raise a CollectiveError if a rank has failed in the last step, on an accelerator."""
+        """Raise a CollectiveError if this rank may be apart from others, or on an accelerator one has failed."""
+        self.require_unbroken()
+        require_noticed([] if self.notice is None else [self.notice])
+
+    def require_unbroken(self, *_: object) -> None:
+        """Raise a CollectiveError if this rank may be apart from others."""
         if self.broken is not None:
             raise CollectiveError(
-                f"an earlier step failed on this rank ({type(self.broken).__name__}: {self.broken}), and others went "
-                "on with zeros for its gradients; restart from a checkpoint from before"
+                f"an earlier step failed on this rank ({type(self.broken).__name__}: {self.broken}), and others may "
+                "have gone on, with zeros for its gradients or without them; restart from a checkpoint from before"
             ) from self.broken
-        require_noticed([] if self.notice is None else [self.notice])
 
     def close(self) -> None:
         """Forget the open step, which an error that is raised at its end would keep alive."""
@@ -162,17 +176,24 @@ class Reduction:
     """A backward that reduces gradients: on its own it ends like a step of an engine, with `agree` and `commit`."""
 
     def __init__(self, course: Reductions, backward: Backward) -> None:
-        self._course, self.backward, self._has_voted = course, backward, False
+        self._course, self.backward, self._has_voted, self.is_weighed = course, backward, False, False
         self.states: dict[str, State] = {}  # what they become if it ends well
         remembers = any(isinstance(each, Tensor) for each in tree.flatten_any(course.states)[0])
         self.is_nonfinite: Tensor | bool | None = False if remembers else None  # None where it does not matter
         self.scales = {unit.group: 1.0 for unit in course.units}  # factors of this rank's gradients
         self.total: float | None = None  # of the weights of the shards' ranks; None if they have none
-        everyone: list[list[float]] = []  # weights, by mesh
-        for group in self.scales:
+        self._exchanges = {group: Vote((), C10D, [group], course.device) for group in self.scales}
+        parameters = [p for unit in course.units for p in unit.fsdp.parameters]
+        self._before = [(p, None if p.grad is None else _local(p.grad).clone()) for p in parameters]
+
+    def weigh(self) -> None:
+        """Exchange weights, unless that is done; after an interrupt, what is left of it."""
+        if self.is_weighed:
+            return
+        course, everyone = self._course, list[list[float]]()  # weights, by mesh
+        for group, exchange in self._exchanges.items():
+            exchange.weigh(course.weight.given)
             try:
-                exchange = Vote((), C10D, [group], course.device)
-                exchange.weigh(course.weight.given)
                 # Where the host would wait for them, ranks without a weight do not look at those of others, which fail.
                 is_blind = course.device.is_asynchronous and course.weight.given == NO_WEIGHT
                 numbers = exchange.skip_numbers() if is_blind else exchange.numbers()
@@ -183,9 +204,8 @@ class Reduction:
                     is_nothing = course.begin_around is not None and self.total == 0  # of this replica
                     self.scales[group] = 0.0 if is_nothing else scale_of(course.weight.given.number, numbers)
             except ValueError as error:  # on all ranks
-                backward.keep(error.with_traceback(None))  # whose frame would keep this step alive
-        parameters = [p for unit in course.units for p in unit.fsdp.parameters]
-        self._before = [(p, None if p.grad is None else _local(p.grad).clone()) for p in parameters]
+                self.backward.keep(error.with_traceback(None))  # whose frame would keep this step alive
+        self.is_weighed = True
 
     def note(self, mean: Tensor) -> None:
         """Note whether a mean is finite: if one is not, on any rank, memory stays as it was."""
@@ -211,13 +231,14 @@ class Reduction:
 
     def fail(self, error: BaseException) -> None:
         """Notify the other ranks, unless all have voted, and undo it."""
+        course = self._course
+        course.broken = None if isinstance(error, StepFailedError) else error  # until the others know
         try:
-            if not self._has_voted:
-                self._course.vote.cast(frozenset(), failed=True)
-                self._course.vote.explain(error)
+            if not (self._has_voted and course.vote.is_cast):
+                course.vote.cast(frozenset(), failed=True)
+                course.broken = None if course.vote.explain(error) else error
         except RuntimeError as problem:
             error.add_note(f"the other ranks could not be notified: {problem}")
-        self._course.broken = error if self._course.device.is_asynchronous else None
         self.undo()
 
     def keep(self, found_nonfinite: Tensor | bool) -> None:

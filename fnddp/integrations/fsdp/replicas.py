@@ -152,6 +152,7 @@ class Replicas(PipelineHandle):
                 self._weight.begun += 1
             else:
                 part = self._reductions.begin(self._backward)
+                part.weigh()
                 weight = part.total
             self._backward.begin(weight=weight)
             self._ends.add(lambda: self._end(part))

@@ -1,8 +1,7 @@
 """Flat buffers that FSDP2 sends for a group of parameters, with a row for each owner of a shard, through codecs."""
 
 import math
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +15,6 @@ from fnddp.core.group import Group, group_name
 from fnddp.core.sync import Exchange, State
 from fnddp.core.tree import Leaves
 from fnddp.reducers.halves import at_owners, of_owners
-from fnddp.wire.protocol import CollectiveError
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +99,8 @@ class rows_to_owners(Carrier):
         assert isinstance(rows, Rows)
         buffer = leaves[""] if "" in leaves else rows.pack(leaves)
         encoded = rows.encode(layers, buffer, Key(self.name, collectives.rank(group)))
-        with _after_encoding(self.name):
-            own = at_owners(encoded, dict.fromkeys(encoded, buffer[0]), group)
-            sent = {} if "" in leaves else rows.unpack(_decoded(encoded))
+        own = at_owners(encoded, dict.fromkeys(encoded, buffer[0]), group)
+        sent = {} if "" in leaves else rows.unpack(_decoded(encoded))
         return Exchange({"": torch.cat([*own.values()])}, sent, state)
 
     def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
@@ -119,15 +116,3 @@ def rows_to_all(layers: Layers, row: Tensor, rows: Rows, name: str, group: str |
 
 def _decoded(encoded: Mapping[str, Encoded]) -> Tensor:
     return torch.cat([each.decode(each.payload) for each in encoded.values()], 1)
-
-
-@contextmanager
-def _after_encoding(name: str) -> Generator[None]:
-    """Turn errors into CollectiveErrors: the other ranks have received a payload, or wait for one."""
-    try:
-        yield
-    except Exception as error:
-        raise CollectiveError(
-            f"compress_shards: the gradients of {name!r} could not be exchanged: {error}. Another rank has failed, "
-            "left, or not called backward; see its own error"
-        ) from error

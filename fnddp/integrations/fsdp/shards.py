@@ -222,7 +222,8 @@ class _Gather(Comm):
             with torch.no_grad(), torch_private.without_autocast():
                 output_tensor.view(group.size(), -1).copy_(self._unit.gather(input_tensor))
         else:  # of weights that were gathered, and have been sharded again over fewer ranks
-            waited(ALL_GATHER.start(input_tensor, output_tensor, None, group))
+            start, arguments = ALL_GATHER.call(input_tensor, output_tensor, None, group)
+            waited(start(*arguments))
 
 
 Pipeline: TypeAlias = str | Sync | Mapping[str, str | Sync] | None
@@ -307,6 +308,7 @@ def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, othe
         if unit.n > 1 and shards.weights is not None:
             unit.fsdp.gather_with(_Gather(unit))
             unit.fsdp.module.register_load_state_dict_post_hook(unit.forget)
+    model.register_forward_pre_hook(reductions.require_unbroken, prepend=True)  # before FSDP's, which sends
     return shards
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,8 +20,9 @@ from fnddp.device import device_of
 from fnddp.integrations.fsdp.rows import Rows, rows_to_all, rows_to_owners
 from fnddp.torch_private import FSDPGroup, is_within_backward
 from fnddp.transforms.memory import ef21, error_feedback
-from fnddp.wire.c10d import C10D
-from fnddp.wire.kinds import waited
+from fnddp.wire.c10d import C10D, C10d, start_into
+from fnddp.wire.groups import World, within
+from fnddp.wire.kinds import ALL_TO_ALL, Kind, Work, waited
 
 Messages: TypeAlias = tuple[tuple[str, int, int], ...]
 """Collectives: the kind of each, the bytes that one rank contributes, and the number of ranks."""
@@ -90,6 +92,37 @@ _SEVERAL = 8.0  # steps of an optimizer, in a change that may still be one of th
 _LARGE = 0.25  # of the norm of weights, of which no step has been seen yet
 
 
+class Sending(C10d):
+    """torch.distributed for the messages of one reduction, which knows those that this rank has started.
+
+    Attributes:
+        sizes: Of the messages: `[ranks, bytes]`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[torch.Size] = []
+        self._works: list[list[Work]] = []  # a list for each message: empty until that is started
+        self._next = 0
+
+    def begin_again(self) -> None:
+        """Go back to the first message; `start` then leaves out those that have been started."""
+        self._next = 0
+
+    def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
+        at, self._next = self._next, self._next + 1
+        if not (at < len(self._works) and self._works[at]):
+            works: list[Work] = []
+            self._works[at:], self.sizes[at:] = [works], [send.shape]
+            start_into(works, partial(super().start, kind, send, receive, op, group))
+        return self._works[at][0]
+
+    def wait(self) -> None:
+        """Wait for all messages."""
+        for works in self._works:
+            waited(works[0])
+
+
 class Unit:
     """A group of parameters, named in FSDP's order, with its pipelines."""
 
@@ -108,6 +141,7 @@ class Unit:
         self._encodes_apart = len(layouts) > 1
         self.gradients, self._rows = gradients, self._rows_of(self._present)
         self._pipelines: dict[tuple[str, ...], tuple[Sync, Rows]] = {}
+        self._sizes: dict[tuple[str, ...], list[torch.Size]] = {}  # of the messages of a `reduce`
         self.weights, self._layers = weights, layers_of(weights)
         self._seen = Seen(fsdp.device, self.group)  # for `ef21`
 
@@ -141,8 +175,14 @@ class Unit:
         """Set which parameters have a gradient in the next reduction."""
         self._present = tuple(self._names[position] for position in positions)
 
-    def reduce(self, buffer: Tensor, state: State) -> tuple[Tensor, State]:
+    def reduce(self, buffer: Tensor, state: State, messages: Sending) -> tuple[Tensor, State]:
         """Return the mean of this rank's row of `buffer: [n, width]` over ranks, and the next state."""
+        with within(World(messages)):
+            mean, after = self._reduced(buffer, state)
+        self._sizes[self._present] = messages.sizes
+        return mean, after
+
+    def _reduced(self, buffer: Tensor, state: State) -> tuple[Tensor, State]:
         sync, rows = self._pipeline()
         if not isinstance(sync, error_feedback):
             done = sync.exchange({"": buffer}, state)
@@ -154,11 +194,19 @@ class Unit:
         done = sync.exchange(leaves, replaced(state, residual=residual))
         return self._divided(done.mean[""]), replaced(done.state, residual={**state.residual, **done.state.residual})
 
-    def reduce_nothing(self, buffer: Tensor) -> None:
-        """Send zeros, to ranks that wait for what this one failed to encode."""
-        sync, _ = self._pipeline()
-        sync = sync.inner if isinstance(sync, error_feedback) else sync
-        sync.exchange({"": torch.zeros_like(buffer)}, sync.init({}))
+    def reduce_nothing(self, buffer: Tensor, messages: Sending) -> None:
+        """Send zeros in those messages of a `reduce` which has failed that it has not started, and wait for all."""
+        messages.begin_again()
+        if self._present in self._sizes:
+            for size in self._sizes[self._present]:
+                zeros = torch.zeros(size, dtype=torch.uint8, device=buffer.device)
+                messages.start(ALL_TO_ALL, zeros, torch.empty_like(zeros), None, group_name(self.fsdp.reducing))
+        else:  # before any has succeeded
+            sync, _ = self._pipeline()
+            sync = sync.inner if isinstance(sync, error_feedback) else sync
+            with within(World(messages)):
+                sync.exchange({"": torch.zeros_like(buffer)}, sync.init({}))
+        messages.wait()
 
     def gather(self, row: Tensor) -> Tensor:
         """Send this rank's `row: [width]`, and return those of all owners as all ranks decode them: `[n, width]`."""
