@@ -669,7 +669,9 @@ def _normal(rank: int, step: int) -> Callable[..., Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+        return torch.randn(
+            shape, generator=generator, dtype=torch.promote_types(dtype, torch.float32), device="cpu"
+        ).to(dtype)
 
     return normal
 
