@@ -157,7 +157,6 @@ def _require_rows(name: str, tensor: Tensor, group: str | None) -> None:
 
 def _exchange_bytes(kind: Kind, tensors: Sequence[Tensor], group: str | None) -> list[Tensor]:
     """Return the results of a kind that computes nothing: `tensors`, of any dtype, travel as bytes."""
-    refuse_differentiation(tensors)
     wires = [layout.to_wire(tensor) for tensor in tensors]
     if current().traced or current().simulated is not None:  # plans make bytes of them; simulated ranks have no wire
         results = _exchange(kind, wires, None, group)
@@ -188,7 +187,8 @@ def _exchange(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: str
 
     Rows from the ranks are joined along the first dimension of the payload.
     """
-    refuse_differentiation(payloads)
+    if kind.computes:  # what others move is a constant within a derivative
+        refuse_differentiation(payloads)
     if current().simulated is None:
         refuse_batching()
     n = world_size(group)
