@@ -141,10 +141,12 @@ class Accelerator(Device):
 
     def of_host(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         # From pinned memory: for a copy from other memory the host would wait for all that was started before.
-        return torch.tensor(values, dtype=dtype, pin_memory=True).to(self.device, non_blocking=True)
+        return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(self.device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Callable[[], list[int]]:
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
+            tensor, non_blocking=True
+        )
         event = torch.Event(self.device)
         event.record(self.current())
 

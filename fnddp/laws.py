@@ -416,7 +416,10 @@ def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
         state = done.state  # the real one, or roundings would add up over the steps
         if rank == 0 and (exact or not any(isinstance(each, Codec) for each in all_in(sync))):
             stacked = {path: torch.stack([mine[path] for mine, _, _ in everyone]) for path in leaves}
-            together = simulation.exchange(stacked, simulation.of_ranks([own for _, own, _ in everyone]))
+            try:
+                together = simulation.exchange(stacked, simulation.of_ranks([own for _, own, _ in everyone]))
+            except ValueError as error:
+                raise LawError(f"step {step}: {error}") from error
             for other, (_, _, real) in enumerate(everyone):
                 both = {path: (together.mean[path], leaf) for path, leaf in real.mean.items()}
                 means = {path: mean if mean.shape == leaf.shape else mean[other] for path, (mean, leaf) in both.items()}
@@ -669,7 +672,9 @@ def _normal(rank: int, step: int) -> Callable[..., Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+        return torch.randn(
+            shape, generator=generator, dtype=torch.promote_types(dtype, torch.float32), device="cpu"
+        ).to(dtype)
 
     return normal
 

@@ -222,9 +222,15 @@ def is_transforming() -> bool:
 
 @constant_for_dynamo
 def is_differentiating() -> bool:
-    """Return whether the innermost transform is one that differentiates."""
-    interpreter = peek_interpreter_stack()
-    return interpreter is not None and interpreter.key() in (TransformType.Grad, TransformType.Jvp)
+    """Return whether one of the transforms differentiates."""
+    keys = (interpreter.key() for interpreter in get_interpreter_stack() or ())
+    return any(key in (TransformType.Grad, TransformType.Jvp) for key in keys)
+
+
+@constant_for_dynamo
+def is_forward_ad() -> bool:
+    """Return whether this runs within forward-mode AD, as torch.func.linearize does; not in a custom function."""
+    return forward_ad._current_level >= 0 and _C._is_fwd_grad_enabled()
 
 
 @constant_for_dynamo
@@ -326,6 +332,14 @@ def connect_again(group: dist.ProcessGroup, name: str, timeout: timedelta | None
 
 ReadsValue = DataDependentOutputException, DynamicOutputShapeException  # where a program reads values of fake tensors
 HasNoFake = UnsupportedOperatorException, UnsupportedFakeTensorException  # where an operation has no fake kernel
+
+
+def reads_values(error: RuntimeError) -> bool:
+    """Return whether vmap has raised `error` because a program reads values of tensors that it maps over."""
+    texts = ".item()", "data-dependent control flow", "dynamic shape", "Tensor that doesn't have storage"
+    return any(text in str(error) for text in texts)
+
+
 UNSAFE_VIEWS = {torch.ops.aten._unsafe_view.default}  # without a view annotation in their schema
 
 

@@ -1,5 +1,6 @@
 """Functional loops: value_and_grad, torch.func's transforms around and inside, torch.compile over a whole step."""
 
+import functools
 import warnings
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fnddp
-from fnddp import allreduce, error_feedback, fp16, powersgd
+from fnddp import allreduce, collectives, error_feedback, fp16, powersgd
 from fnddp.laws import bits, gather
 from fnddp.torch_private import DIFFERENTIATES_INFERENCE
 from tests.ranks import on_ranks
@@ -179,20 +181,53 @@ def test_any_pytree_of_parameters_gives_one_without_a_graph():
     )
 
 
-def test_synchronizing_inside_a_derivative_raises():
+def within_dual_level(inside, point):
+    with forward_ad.dual_level():
+        inside({name: forward_ad.make_dual(leaf, leaf) for name, leaf in point.items()})
+
+
+DIFFERENTIATE = {
+    "grad": lambda inside, point: torch.func.grad(inside)(point),
+    "jvp": lambda inside, point: torch.func.jvp(inside, (point,), (point,)),
+    "vjp": lambda inside, point: torch.func.vjp(inside, point),
+    "jacfwd": lambda inside, point: torch.func.jacfwd(inside)(point),
+    "hessian": lambda inside, point: torch.func.hessian(inside)(point),
+    "functionalize": lambda inside, point: torch.func.jvp(torch.func.functionalize(inside), (point,), (point,)),
+    "linearize": torch.func.linearize,
+    "forward_ad": within_dual_level,
+}
+ASK = {"match": "cannot run inside torch.func.grad or jvp"}
+
+
+@pytest.mark.parametrize("how", DIFFERENTIATE)
+def test_synchronizing_inside_a_derivative_raises(how):
+    """A tangent would be zero, silently."""
+
+    def stepping(p):
+        return fnddp.value_and_grad(lambda p, x: (p["w"] * x).sum(), allreduce)({"w": torch.ones(24, 32)}, (), p["w"])
+
+    point = {"w": torch.ones(24, 32)}
+    for run in (allreduce, fnddp.parse("topk(allgather, k=1)"), fnddp.jit(allreduce), lambda p, _: stepping(p)[1:]):
+        with pytest.raises(RuntimeError, **ASK):
+            DIFFERENTIATE[how](lambda p, run=run: run(p, ())[0]["w"].sum(), point)
+    with pytest.raises(RuntimeError, **ASK):
+        DIFFERENTIATE[how](lambda p: collectives.reduce_scatter(p["w"].unsqueeze(0)).sum(), point)
+
+
+def test_synchronizing_beside_a_derivative_is_no_derivative():
+    with forward_ad.dual_level():
+        assert allreduce({"w": torch.ones(2)}, ())[0]["w"].tolist() == [1, 1]
+
+
+def test_synchronizing_inside_a_compiled_derivative_raises():
     def inside(p):
         mean, _ = allreduce(p, ())
         return mean["w"].sum()
 
     point = params()
-    for differentiate in (
-        lambda: torch.func.grad(inside)(point),
-        lambda: torch.func.jvp(inside, (point,), (point,)),
-        lambda: torch.func.vjp(inside, point),
-    ):
-        with pytest.raises(RuntimeError, match="cannot run inside torch.func.grad or jvp"):
-            differentiate()
-        with pytest.raises(RuntimeError, match="cannot run inside torch.func.grad or jvp"):
+    for name in ("grad", "jvp", "vjp"):
+        differentiate = functools.partial(DIFFERENTIATE[name], inside, point)
+        with pytest.raises(RuntimeError, **ASK):
             torch.compile(differentiate, backend="eager")()  # there, without the question, a silent zero
 
 

@@ -123,3 +123,20 @@ def test_a_failure_is_one_error_with_its_hint_first_and_one_traceback():
     assert "SystemExit" not in said
     assert not any(isinstance(error, SystemExit) for error in caught.value.errors.values())
     assert caught.value.__suppress_context__
+
+
+READING = {
+    "item": lambda leaf: leaf * leaf.sum().item(),
+    "branch": lambda leaf: leaf + 1 if leaf.sum() > 0 else leaf,
+    "mask": lambda leaf: leaf * leaf[leaf > 0].numel(),
+    "tolist": lambda leaf: leaf * len(leaf.tolist()),
+}
+
+
+@pytest.mark.parametrize("how", READING)
+def test_a_transform_that_reads_values_is_told_to_say_so(how):
+    reading = breaking(f"reading_{how}", READING[how])
+    with pytest.raises(laws.LawError, match=r"law 10 .* reads values of tensors, so its `traceable` must be False"):
+        laws.law_10_simulated_is_real(0, reading(allreduce), laws.model)
+    with pytest.raises(laws.LawError, match=r"reads values of tensors, so its `traceable` must be False"):
+        laws.check(reading(allreduce), ranks=(2,), grads=laws.model)

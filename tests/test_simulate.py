@@ -14,6 +14,7 @@ from fnddp.laws import bits
 from fnddp.simulation.ranks import run_threads
 from fnddp.simulation.simulate import simulate
 from tests.pipelines import EXAMPLES, HALVES
+from tests.rings import one_of
 
 
 def stacked(name: str, n: int) -> dict[str, Tensor]:
@@ -202,3 +203,21 @@ def test_a_step_without_an_update_changes_no_parameter_and_keeps_the_state():
         done = trained(sync, steps=steps)
         assert torch.equal(done.params["w"], START["w"]) != is_moved
         assert done.state.residual["w"].any() == (steps % 2 == 1)
+
+
+@pytest.mark.parametrize("text", ["lloyd_max(two_shot)", *one_of(9, EXAMPLES.values())])
+def test_no_number_depends_on_torchs_default_dtype_or_device(text):
+    sync, grads = fnddp.parse(text), [laws.mixed(rank, 0) for rank in range(2)]
+
+    def results():
+        mean, state = sync(grads[0], sync.init(grads[0]))
+        return laws.bits([mean, *sync(grads[1], state)]), fnddp.lower(sync, grads[0], world_size=2).wire_bytes
+
+    want = results()
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        assert results() == want
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fnddp.adapters.reentrant import custom_functions, refuse_reentrant_checkpoints, refuses_reentrant_checkpoints
 from fnddp.core import tree
+from fnddp.core.collectives import refuse_differentiation
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves, Tree
@@ -16,7 +17,13 @@ from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engines
 from fnddp.run.step import Step, applying
-from fnddp.torch_private import DIFFERENTIATES_INFERENCE, current_backward, is_transforming, next_node_number
+from fnddp.torch_private import (
+    DIFFERENTIATES_INFERENCE,
+    current_backward,
+    is_transforming,
+    next_node_number,
+    tree_leaves,
+)
 from fnddp.wire.c10d import C10D, over
 from fnddp.wire.protocol import Wire, reporting
 
@@ -97,6 +104,8 @@ def value_and_grad(
             grads, state = over(wire, pipeline)(tree.unflatten(spec, grads), state)
             return value, grads, state
 
+        given = (each for each in tree_leaves((leaves, batch, kwargs)) if isinstance(each, Tensor))
+        refuse_differentiation(given)
         if refuses_reentrant_checkpoints(_OWNER) and torch.is_grad_enabled():
             raise RuntimeError(
                 "value_and_grad: a gradient synchronization cannot run inside the loss_fn of another one: its "
@@ -238,6 +247,7 @@ class jit:
 
     def _run(self, grads: T, state: State, weight: float | Tensor | None) -> tuple[T, State]:
         leaves, spec = tree.flatten(grads)
+        refuse_differentiation(leaves.values())
         # Plans, and the memory that they keep, outlive inference mode.
         with torch.inference_mode(False), self._engines.alone(leaves, state) as engine, applying(engine):
             done = engine.run({path: leaf.detach() for path, leaf in leaves.items()}, state, weight=weight)

@@ -66,7 +66,7 @@ class lloyd_max(Codec):
     def encode(self, x: Tensor) -> Payload:
         blocks = in_blocks(x.to(wide(x.dtype)), self.block)
         count, size = blocks.shape[-2:]
-        padding = (size * torch.arange(1, count + 1, device=x.device) - x.shape[-1]).clamp(min=0)
+        padding = (size * torch.arange(1, count + 1, device=x.device) - x.shape[-1]).clamp(min=0).to(blocks.dtype)
         # In float64: squares of float32 overflow and underflow. (torch 2.11 traces it wrongly without keepdim.)
         norm = torch.linalg.vector_norm(blocks, dim=-1, keepdim=True, dtype=torch.float64).squeeze(-1)
         rms = (norm / (size - padding).sqrt()).to(blocks.dtype)

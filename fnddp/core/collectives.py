@@ -5,7 +5,7 @@ pipeline runs on. Without a process group the world has one rank and a collectiv
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from fnddp.core.tree import Leaves, is_inexact
 from fnddp.torch_private import (
     functional_collectives,
     is_batching,
+    is_differentiated,
     is_differentiating,
+    is_forward_ad,
     reinterpreted,
     without_modes,
 )
@@ -52,10 +54,10 @@ def all_reduce(leaves: Leaves, op: str, *groups: str | None) -> Leaves:
     mean of a bool is the majority, ties True. Leaves without elements do not travel.
 
     Raises:
-        RuntimeError: Inside torch.func.grad or jvp; inside vmap with a process group; on a failed collective.
+        RuntimeError: Inside torch.func.grad or jvp, or with tangents of forward-mode AD; inside vmap with a process
+            group; on a failed collective.
         ValueError: "max" or "min" of complex numbers.
     """
-    refuse_differentiation()
     n = math.prod([ranks(group) for group in groups]) if op == "mean" else 1
     # By path, not by insertion: dicts that were filled in another order on another rank still match.
     paths = sorted(leaves)
@@ -185,6 +187,8 @@ def _exchange(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: str
 
     Rows from the ranks are joined along the first dimension of the payload.
     """
+    if kind.computes:  # what others move is a constant within a derivative
+        refuse_differentiation(payloads)
     if current().simulated is None:
         refuse_batching()
     n = world_size(group)
@@ -245,13 +249,14 @@ def _started(
     return results
 
 
-def refuse_differentiation() -> None:
-    """Raise a RuntimeError inside torch.func.grad or jvp, under torch.compile too."""
-    # torch.func.jvp through a functional collective gives a zero tangent, silently; under torch.compile, so does grad.
-    if is_differentiating():
+def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
+    """Raise a RuntimeError inside torch.func.grad or jvp, and where forward-mode AD has a tangent of `tensors`."""
+    # jvp through a functional collective gives a zero tangent, silently; under torch.compile, so does grad.
+    is_forward = is_forward_ad() and (torch.compiler.is_compiling() or any(map(is_differentiated, tensors)))
+    if is_forward or is_differentiating():
         raise RuntimeError(
-            "a gradient synchronization cannot run inside torch.func.grad or jvp: its derivative is not defined; "
-            "synchronize the gradients that they return"
+            "a gradient synchronization cannot run inside torch.func.grad or jvp, nor linearize or forward-mode AD: "
+            "its derivative is not defined; synchronize the gradients that they return"
         )
 
 

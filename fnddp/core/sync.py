@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fnddp.core import tree
-from fnddp.core.collectives import scale_of_weight
+from fnddp.core.collectives import refuse_differentiation, scale_of_weight
 from fnddp.core.expression import CHECKS, Expression
 from fnddp.core.group import Group, group_name
 from fnddp.core.tree import Leaves, Tree, ordered, require_leaves
@@ -264,6 +264,7 @@ def _checked(exchange: Callable[[Any, Leaves, Any], Exchange]) -> Callable[[Any,
     @wraps(exchange)
     def checked(self: Sync, leaves: Leaves, state: State) -> Exchange:
         require_leaves(type(self).__name__, leaves)
+        refuse_differentiation(leaves.values())
         if is_named_tuple:
             require_state(type(self).__name__, state, kind)
         return exchange(self, ordered(leaves), state)

@@ -50,7 +50,11 @@ class OuterSimulation(Exchanges):
         for path, leaf in leaves.items():
             if not torch.equal(leaf, leaf[:1].expand_as(leaf)):
                 raise ValueError(f"simulate: ranks must start with equal parameters, but rows of leaf {path!r} differ")
-        with within(World(simulated=SimulatedRanks(self.world_size, torch.zeros((), dtype=torch.int64), self.groups))):
+        with within(
+            World(
+                simulated=SimulatedRanks(self.world_size, torch.zeros((), dtype=torch.int64, device="cpu"), self.groups)
+            )
+        ):
             state = self.outer.init(tree.unflatten(spec, {path: leaf[0].clone() for path, leaf in leaves.items()}))
         return with_rows(state, self.world_size)
 

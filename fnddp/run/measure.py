@@ -103,7 +103,8 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
     state = mirror.initial_state() if state is None else state
     program = Program(plan, mirror, PlanMemory())
     grads = {
-        path: leaf.empty().copy_(torch.randn(leaf.shape, generator=generator)) for path, leaf in plan.leaves.items()
+        path: leaf.empty().copy_(torch.randn(leaf.shape, generator=generator, dtype=torch.float32, device="cpu"))
+        for path, leaf in plan.leaves.items()
     }
     rows: list[list[float]] = []
     for _ in range(_checked(calls) + 1):

@@ -14,7 +14,7 @@ from fnddp.core.parse import pipeline_of
 from fnddp.core.state import Part, parts
 from fnddp.core.sync import REPLICATED, Exchange, State, Sync, parts_of, require_weighable
 from fnddp.core.tree import Leaves, Tree
-from fnddp.torch_private import is_mapped, reinterpreted, without_autocast
+from fnddp.torch_private import is_mapped, reads_values, reinterpreted, without_autocast
 from fnddp.wire.groups import World, within
 from fnddp.wire.simulated import Division, SimulatedRanks
 from fnddp.wire.weights import Weight, require_weights, scale_of, scaled
@@ -73,10 +73,7 @@ class Simulation:
         if checked_int("simulate: world_size", self.world_size) < 1:
             raise ValueError(f"simulate: world_size must be at least 1, got {self.world_size!r}")
         if not self.sync.traceable:
-            raise ValueError(
-                f"simulate: {self.sync!r} reads values of tensors or runs foreign code (`traceable` is False), which "
-                "cannot run for all ranks at once; run it on threads, fnddp.simulation.ranks.run_threads"
-            )
+            raise self._refusal("reads values of tensors or runs foreign code (`traceable` is False)")
         for name, division in self.groups.items():
             ranks = sorted(rank for members in division for rank in members)
             if ranks != list(range(self.world_size)) or len({len(members) for members in division}) > 1:
@@ -85,14 +82,20 @@ class Simulation:
                     f"size, got {division!r}"
                 )
         for name in self.sync.groups or ():
-            self._ranks(torch.zeros((), dtype=torch.int64)).division(name)
+            self._ranks(torch.zeros((), dtype=torch.int64, device="cpu")).division(name)
+
+    def _refusal(self, why: str) -> ValueError:
+        return ValueError(
+            f"simulate: {self.sync!r} {why}, which cannot run for all ranks at once; run it on "
+            "threads, fnddp.simulation.ranks.run_threads"
+        )
 
     def init(self, grads: Tree) -> State:
         """Return the initial state, for a tree like all ranks' gradients, whose values are not read."""
         leaves, spec = tree.flatten(grads)
         require_rows(leaves, self.world_size)
         first = tree.unflatten(spec, {path: leaf[0] for path, leaf in leaves.items()})
-        with self._within(torch.zeros((), dtype=torch.int64)):
+        with self._within(torch.zeros((), dtype=torch.int64, device="cpu")):
             state = self.sync.init(first)
         return with_rows(state, self.world_size)
 
@@ -108,10 +111,11 @@ class Simulation:
             leaves that have no update in this step; `sent`, a row for each rank; and the next state.
 
         Raises:
-            ValueError: A leaf has no row for each rank; or a part marked `Replicated` is not the same on all ranks.
+            ValueError: A leaf has no row for each rank; the pipeline reads values of tensors; or a part marked
+                `Replicated` is not the same on all ranks.
             RuntimeError: Within torch.func.grad or jvp.
         """
-        collectives.refuse_differentiation()
+        collectives.refuse_differentiation(leaves.values())
         require_rows(leaves, self.world_size)
         named, structure = list(parts(state)), tree.structure(state)
         # Row-major: under vmap a tensor cannot be asked for another memory format.
@@ -133,7 +137,14 @@ class Simulation:
         with torch.no_grad(), without_autocast(), warnings.catch_warnings():
             # An operation without a rule for vmap (PowerSGD's segment_reduce) runs rank by rank.
             warnings.filterwarnings("ignore", message="There is a performance drop")
-            made = iter(torch.func.vmap(of_a_rank)(ranks, dense, rows))
+            try:
+                made = iter(torch.func.vmap(of_a_rank)(ranks, dense, rows))
+            except RuntimeError as error:
+                if reads_values(error):
+                    raise self._refusal(
+                        f"reads values of tensors, so its `traceable` must be False ({error})"
+                    ) from error
+                raise
         results: list[tuple[bool, Any]] = []
         for mapped, plain in noted:  # a number, or None for no update, leaves vmap as it is
             value = plain if mapped is None else next(made)

@@ -64,9 +64,9 @@ def _received(sends: Tensor, kind: str, op: str | None, order: Sequence[int], gr
     if groups == 1:
         received = of_kind.together(sends, op)
         return received.clone() if of_kind.sends_rows else received[:1].clone()
-    order = list(order)
-    received = torch.cat([of_kind.together(sends[members], op) for members in torch.tensor(order).chunk(groups)])
-    return received[torch.tensor(order).argsort()]
+    places = torch.tensor([*order], device=sends.device)
+    received = torch.cat([of_kind.together(sends[members], op) for members in places.chunk(groups)])
+    return received[places.argsort()]
 
 
 def _like_received(payload: Tensor, kind: str, op: str | None, n: int, order: Sequence[int], groups: int) -> Tensor:

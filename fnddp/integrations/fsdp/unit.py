@@ -55,7 +55,9 @@ class Seen:
         self.known: Tensor | None = None  # [ranks, width]
         self._device, self._group = device_of(device), group
         self._row = torch.empty(0)  # this rank's, when it was sent
-        self._largest = torch.tensor(math.nan, device=device)  # change of it that is taken for a step
+        self._largest = torch.tensor(
+            math.nan, dtype=torch.float32, device=device
+        )  # change of it that is taken for a step
 
     def follow(self, row: Tensor, gathered: Callable[[Tensor, bool], Tensor]) -> None:
         """Let all ranks have `row: [width]`, by `gathered` of it, whole or as a difference. All ranks call it."""
