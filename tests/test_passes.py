@@ -1,5 +1,6 @@
 """Passes keep the numbers of pipelines that are made to mislead them: each was wrong once."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -7,14 +8,16 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fnddp
-from fnddp import Exchange, State, Sync, allreduce, collectives, laws, tree
+from fnddp import Exchange, State, Sync, allreduce, collectives, laws, torch_private, tree
 from fnddp.device import Device
 from fnddp.ir.program import LeafSpec
 from fnddp.laws import bits
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces, lower_leaves
+from fnddp.plan.passes.trace import Recorder
 from fnddp.simulation.ranks import run_threads
 from fnddp.tree import Leaves, Tree
 from fnddp.wire.groups import World
@@ -265,3 +268,33 @@ def test_results_do_not_share_memory_with_the_next_step(monkeypatch, name):
     for donation in laws.DONATIONS[1:]:
         law = partial(laws.law_6_lowered_is_eager, donation=donation, traces=traces)
         run_threads(2, law, sync, TREES["model"])
+
+
+@pytest.mark.parametrize("text", ["error_feedback(topk(allgather, ratio=0.5))", "powersgd(bf16(allreduce), rank=2)"])
+def test_a_trace_asks_once_what_an_operation_makes_of_leaves_of_one_shape(monkeypatch, text):
+    asked: list[object] = []
+    dispatch = FakeTensorMode.dispatch
+    monkeypatch.setattr(
+        FakeTensorMode, "dispatch", lambda mode, func, *rest: asked.append(func) or dispatch(mode, func, *rest)
+    )
+
+    def answers(n: int) -> Counter[object]:
+        asked.clear()
+        monkeypatch.setattr(Recorder, "_shared", {})
+        fnddp.lower(fnddp.parse(text), {f"{i}": torch.empty(9, 8) for i in range(n)}, world_size=2)
+        return Counter(map(str, asked))
+
+    more = answers(9) - answers(3)
+    assert {*more} <= {"aten.detach.default"}  # which is no operation of a plan
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_kernels_make_what_the_rules_of_fake_tensors_make(monkeypatch, name):
+    plans: list[str] = []
+    for is_made_by_kernel in (torch_private._is_made_by_kernel, lambda operation: False):
+        monkeypatch.setattr(torch_private, "_is_made_by_kernel", is_made_by_kernel)
+        monkeypatch.setattr(Recorder, "_shared", {})
+        plan = fnddp.lower(fnddp.parse(EXAMPLES[name]), TREES["mixed"](0, 0), world_size=3)
+        plans.append(f"{plan.show(code=True)}{plan.means}{plan.memories}{plan.scratch}{plan.peak_bytes}")
+    assert plans[0] == plans[1]

@@ -235,8 +235,7 @@ def trace(request: Request) -> Draft:
         raise LoweringError(f"{sync!r} cannot be lowered: it reads values or runs foreign code (`traceable` is False)")
     parts, spec = tree.flatten_any(request.state)
     fakes, sizes = Fakes(), sizes_of(request)
-    with fakes.mode:
-        grads = [leaf.empty() for leaf in leaves.values()]
+    grads = [fakes.dense(leaf.shape, leaf.stride, leaf.dtype, leaf.device) for leaf in leaves.values()]
     state = [fakes.tensor(part) if isinstance(part, Tensor) else fakes.number(part) for part in parts]
     divisors = [fakes.number(size) for size in sizes.values()]
     recorder = Recorder(fakes, [*grads, *state, *divisors])
