@@ -383,7 +383,7 @@ class Fakes:
             made = operation(*args, **kwargs)
         if makes_one_view(operation) and made.shape == args[0].shape:  # itself, by the rules; a kernel changes strides
             return operation(*args, **kwargs)
-        return FakeTensor(self.mode, made, *devices)
+        return FakeTensor(self.mode, made, devices.pop())
 
     def number(self, value: int) -> Any:
         """Return a symbol that is `value` in comparisons."""

@@ -131,7 +131,7 @@ class Recorder(TorchDispatchMode):
         made: Any = func(*args, **kwargs) if self._is_own else self._fakes.made(func, args, kwargs)
         new: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
         if makes_view and is_fake_view(made, args[0]):
-            results[key] = made.shape, made.stride(), made.storage_offset() - args[0].storage_offset()
+            results[key] = new[0].shape, new[0].stride(), new[0].storage_offset() - args[0].storage_offset()
         elif not makes_view and all(map(is_dense_fake, new)):
             results[key] = [(each.shape, each.stride(), each.dtype, each.device) for each in new]
         return made
