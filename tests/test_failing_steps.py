@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import StepFailedError, outer
+from fnddp.adapters.module.steps import Steps
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
 from fnddp.integrations.fsdp.reductions import Reduction
 from fnddp.integrations.fsdp.unit import Unit
@@ -259,7 +260,9 @@ def check_interrupt_behind_the_vote(rank: int, way: str) -> None:
 
 
 def ending(way: str) -> Any:
-    """Let an interrupt come when all ranks have the result, and this one has not applied it."""
+    """Let an interrupt come when all ranks have agreed, and this one has not applied the result."""
+    if way == "module":
+        return interrupted(Steps, "_keeps_promises")
     return interrupted(Reduction if way == "shards" else Step, "commit")
 
 

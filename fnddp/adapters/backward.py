@@ -147,7 +147,7 @@ class Backward:
                 unused = step.agree()
                 try:
                     has_effect = check(unused)
-                except BaseException:  # on all ranks
+                except Exception:  # on all ranks, unlike an interrupt
                     step.give_up(failed=True)
                     raise
                 if has_effect is False:

@@ -310,8 +310,8 @@ class Engine:
         return self._memories
 
     def _ended(self, step: Step) -> None:
+        self.steps += step.is_done  # first: see `applying`
         self.step = None if self.step is step else self.step
-        self.steps += step.is_done
         self.failed_steps += step.has_failed
         self.broken = step.broken or self.broken
         if step.exchanges_weights:

@@ -526,11 +526,11 @@ class Step:
                 self._next += 1
 
     def _close(self) -> None:
+        self._ended(self)  # while it is open: an interrupt before its end fails it
         self.is_open = self._copies_at_once = False
         self._failure = None
         self._values, self._slots, self._buffers, self._pending, self._to_copy = [], [], [], [], []
         self._rerun_grads, self._works = [], {}
-        self._ended(self)
         self.parts = []
 
     def _give_up_behind(self) -> None:
