@@ -20,6 +20,7 @@ from fnddp.run.step import Step, applying
 from fnddp.torch_private import (
     DIFFERENTIATES_INFERENCE,
     current_backward,
+    is_forward_ad,
     is_transforming,
     next_node_number,
     tree_leaves,
@@ -104,8 +105,9 @@ def value_and_grad(
             grads, state = over(wire, pipeline)(tree.unflatten(spec, grads), state)
             return value, grads, state
 
-        given = (each for each in tree_leaves((leaves, batch, kwargs)) if isinstance(each, Tensor))
-        refuse_differentiation(given)
+        if is_forward_ad():
+            given = tree_leaves((leaves, batch, kwargs))
+            refuse_differentiation([each for each in given if isinstance(each, Tensor)])
         if refuses_reentrant_checkpoints(_OWNER) and torch.is_grad_enabled():
             raise RuntimeError(
                 "value_and_grad: a gradient synchronization cannot run inside the loss_fn of another one: its "
@@ -247,7 +249,8 @@ class jit:
 
     def _run(self, grads: T, state: State, weight: float | Tensor | None) -> tuple[T, State]:
         leaves, spec = tree.flatten(grads)
-        refuse_differentiation(leaves.values())
+        if is_forward_ad():
+            refuse_differentiation(leaves.values())
         # Plans, and the memory that they keep, outlive inference mode.
         with torch.inference_mode(False), self._engines.alone(leaves, state) as engine, applying(engine):
             done = engine.run({path: leaf.detach() for path, leaf in leaves.items()}, state, weight=weight)
