@@ -104,7 +104,7 @@ WRONG = {
         (["--import", "script"], "--import: cannot import script: SystemExit: usage: script (at "),
         ([""], "parse: there is no text, where there must be a pipeline; write for example fp16(allreduce)"),
         (["allreduce", "powersgd(allreduce, rank=0)"], "\n  powersgd(allreduce, rank=0)\n  ^\n"),
-        (["partition({'encoder.*': allreduce})"], "partition: leaf 'position' matches none"),
+        (["partition({'encoder.*': allreduce})"], "partition: leaf 'blocks.0.linear1.bias' matches none"),
         (["fp16(allreduce, check=True)"], "fp16(allreduce, check=True) cannot be lowered"),
         (["--link", "10mbps"], "; bits are mbit or Mbps, since tc reads mbps as bytes"),
         (["--bucket-cap-mb", "nan"], "Invalid value for '--bucket-cap-mb': must be a positive number, got nan"),

@@ -75,7 +75,7 @@ def test_step_chooses_the_phase(planned: Any, step: str | None, size: int) -> No
 
 def test_what_is_planned_is_what_steps_after_the_first_do(planned: Any, printed: Any) -> None:
     """Steps after the first know how gradients come, which decides the buckets; the first one goes by parameters."""
-    model, text = f"{workloads.__file__}:positions", "bucketize(quantize(two_shot))"
+    model, text = f"{workloads.__file__}:positions", "quantize(two_shot)"
 
     def body(_: int) -> list[tuple[int, int]]:
         module, tokens, loss = workloads.positions()

@@ -69,8 +69,8 @@ def test_switch_holds_one_residual_for_all_stages():
     sync = fnddp.switch({2: lossy[2], 0: lossy[0], 1: lossy[1]})
     state = sync.init(draws(0, 0))
     assert [key for key in fnddp.state_dict(state) if "residual" in key] == [
-        "local/stages.0.residual.w",
         "local/stages.0.residual.b",
+        "local/stages.0.residual.w",
     ]
     assert [stage.inner.q["w"].shape[1] for stage in state.stages.values()] == [2, 1, 2]
     expected, memory = [each.init(draws(0, 0)) for each in lossy], None
@@ -189,7 +189,7 @@ def test_clipping_is_torchs(scale: float, max_norm: float):
 @on_ranks(3, threads=True)
 def test_what_is_measured_is_the_error_and_the_cosine_to_the_exact_mean(rank: int) -> None:
     def flat(leaves: dict[str, Tensor]) -> Tensor:
-        return torch.cat([leaf.flatten() for leaf in leaves.values()]).double()
+        return torch.cat([leaves[path].flatten() for path in sorted(leaves)]).double()
 
     sync = measure(topk(allgather, ratio=0.25), every_steps=3)
     state = sync.init(draws(rank, 0))

@@ -93,7 +93,7 @@ def test_code_lists_every_step_and_operation():
     assert len(operations) == plan.operations
     assert len([line for line in lines if re.search(r"(encode|decode), \d", line)]) == len(plan.segments)
     # By the names that the user knows.
-    assert "add(grads[bias], state[1])" in "\n".join(operations)
+    assert "add(grads[bias], state[0])" in "\n".join(operations)
     assert not re.search(r"grads_\d|parts_\d", "\n".join(lines))
     # A result is called by one name, wherever it is written.
     assert any(line.strip().startswith("c0[0]: float16[96] = div(") for line in operations)

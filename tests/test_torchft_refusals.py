@@ -72,7 +72,7 @@ SCATTERED = (REDUCE_SCATTER, torch.zeros(2, 1), torch.zeros(1), "sum", None)
         ),
         (
             lambda: wrapped(fnddp.sign(two_shot(server_memory=True))),
-            r"'residual.0.weight' of its state is float32\[64\] for two",
+            r"'residual.0.bias' of its state is float32\[8\] for two",
         ),
     ],
 )
