@@ -206,7 +206,7 @@ def test_a_thread_may_evaluate_while_another_one_trains(rank: int) -> None:
     def evaluate(_: Tensor) -> None:
         with torch.no_grad():
             model(x_of(rank), False)
-        with pytest.raises(RuntimeError, match="a backward of it is running in another thread"):
+        with pytest.raises(RuntimeError, match="a backward of this module is running in another thread"):
             model(x_of(rank), False)
         seen.append(rank)
 

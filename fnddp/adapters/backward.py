@@ -187,14 +187,8 @@ class Backward:
                 LEFT_OUT.errors[self] = error
 
     def require_idle(self) -> None:
-        """Fail a step whose backward did not finish, as the next forward shows.
-
-        Raises:
-            RuntimeError: Its backward is running, in another thread.
-        """
+        """Fail a step whose backward did not finish, as the next forward shows."""
         LEFT_OUT.end()
-        if self.step is not None and self._together is not None and not self.has_raised:
-            raise RuntimeError("a backward of it is running in another thread; wait for its end")
         if self.step is not None or self.has_raised:
             self.fail_all(_unfinished())
         self._together = self.failure = None

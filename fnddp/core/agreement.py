@@ -162,7 +162,12 @@ def _raise(error: Exception) -> dict[str, str]:
 
 
 def description(sync: Expression, leaves: Leaves, state: State | None) -> dict[str, str]:
-    """Return what ranks must agree on, also the order of `leaves`, as lines by their subjects."""
+    """Return what ranks must agree on, also the order of `leaves`, as lines by their subjects.
+
+    Raises:
+        TypeError, ValueError: A leaf is not dense, or a DTensor.
+    """
+    tree.require_leaves(type(sync).__name__, leaves)
     of_leaves = {f"leaf {path!r}": f"{describe(leaf)} on {leaf.device.type}" for path, leaf in leaves.items()}
     of_state = {f"state {part.path!r}": describe(part.value) for part in parts(state)}
     return {"pipeline": repr(sync.over(None)), **of_leaves, **of_state, **replicated(state)}

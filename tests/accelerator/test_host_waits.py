@@ -260,8 +260,9 @@ ROWS: list[tuple[int, Callable[..., Any], tuple[Any, ...], Any]] = [
     (2, by_replicas, (), BEFORE),
     (4, by_both_axes, (), BEFORE),
     (2, by_outer_steps, ("diloco(allreduce, every=4)",), BEFORE),
-    (2, by_outer_steps, ("streaming_diloco(allreduce, every=4, fragments=2, delay=1)",), {NOTICE: 4}),  # two exchanges
-    *((2, by_owners, (weights, 1), {NOTICE: 2}) for weights in ("allgather", "ef21(fp16(allgather))")),
+    (2, by_outer_steps, ("streaming_diloco(allreduce, every=4, fragments=2, delay=1)",), {NOTICE: 2}),  # two exchanges
+    (2, by_owners, ("allgather", 1), {NOTICE: 2}),
+    (2, by_owners, ("ef21(fp16(allgather))", 1), {NOTICE: 2, "core/tree.py copy to the host": 1}),
     (
         2,
         by_owners,

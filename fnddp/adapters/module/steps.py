@@ -99,6 +99,7 @@ class Steps:
         self._weight: Weight | None = None  # of the step
         self.unsynchronized: set[str] = set()
         self._outputs: list[weakref.ref[_Nodes]] = []  # of the last forward
+        self._thread = 0  # that of the last forward whose backward synchronizes
         self.futures: list[torch.futures.Future[Any]] = []
         self._fast = FastPath()
         self._hooks: list[Any] = []
@@ -166,7 +167,7 @@ class Steps:
             _forwarded[self] = None
         if not self.is_armed or torch_private.is_transforming():
             return
-        self._outputs = []
+        self._outputs, self._thread = [], threading.get_ident()
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:  # hooks of a leaf would stay
                 behind = _Nodes(nodes_behind(tensor))
@@ -455,7 +456,12 @@ class Steps:
     # Errors
 
     def settle(self) -> None:
-        """Fail a step whose backward did not finish, and raise a RuntimeError if ranks may be desynchronized."""
+        """Fail a step whose backward did not finish, and raise a RuntimeError if ranks may be desynchronized.
+
+        It is one, too, if that backward is running, in the thread of its forward.
+        """
+        if self.backward.step is not None and not self.backward.has_raised and self._thread != threading.get_ident():
+            raise RuntimeError(f"{OWNER}: a backward of this module is running in another thread; wait for its end")
         self.backward.require_idle()
         self._fast.close()  # of a step that failed with another one's
         self.engine.refuse_after_failure()

@@ -308,7 +308,8 @@ def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, othe
         if unit.n > 1 and shards.weights is not None:
             unit.fsdp.gather_with(_Gather(unit))
             unit.fsdp.module.register_load_state_dict_post_hook(unit.forget)
-    model.register_forward_pre_hook(reductions.require_unbroken, prepend=True)  # before FSDP's, which sends
+    if not reductions.device.is_asynchronous:  # there all ranks raise in backward, after FSDP's gathers of forward
+        model.register_forward_pre_hook(reductions.require_unbroken, prepend=True)  # before FSDP's, which sends
     return shards
 
 
