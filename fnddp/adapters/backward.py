@@ -316,7 +316,9 @@ class _LeftOut(threading.local):
         """End all of these steps, on all ranks, in whatever order the other ranks run them."""
         if self.errors:
             errors, self.errors = self.errors, {}
-            for together in [each for each in _autograds if each.has_raised]:  # other ranks end their steps first
+            with _lock:  # of which other threads add some
+                raised = [each for each in _autograds if each.has_raised]
+            for together in raised:  # other ranks end their steps first
                 together.fail(next(iter(errors.values())))
             fail_next({each.engine: error for each, error in errors.items() if each.step is None})
             for each in in_order(errors):

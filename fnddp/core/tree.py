@@ -211,7 +211,8 @@ def changed(now: Leaves, before: Leaves) -> list[str]:
     """
     if not now:
         return []
-    differs = torch.stack([(leaf != before[name]).any() for name, leaf in now.items()]).tolist()
+    pairs = [(leaf, before[name]) for name, leaf in now.items()]
+    differs = torch.stack([((a != b) & ~(a.isnan() & b.isnan())).any() for a, b in pairs]).tolist()
     return [name for name, is_other in zip(now, differs, strict=True) if is_other]
 
 

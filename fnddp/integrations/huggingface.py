@@ -109,7 +109,7 @@ class Pipelines:
     def _find(self, model: nn.Module) -> Handle | None:
         """Return the handle of a model that Accelerate returned, or of the module in it, compiled or not."""
         mine = {*model.parameters()}  # whose modules `compile_regions` of Accelerate has copied
-        found = [handle for wrapped, handle in self._handles.items() if mine.intersection(wrapped.parameters())]
+        found = [handle for wrapped, handle in self._handles.items() if mine.issuperset(wrapped.parameters())]
         return found[-1] if found else None
 
 

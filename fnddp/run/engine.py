@@ -214,7 +214,7 @@ class Engine:
     def _take(self, state: State) -> None:
         """Begin the next step from `state`, laid out in memory as the first one: it may be that of other strides."""
         self._parts, self._structure = tree.flatten_any(state)
-        strides = [part.stride() if isinstance(part, Tensor) else None for part in self._parts]
+        strides = [_dense_strides(part) if isinstance(part, Tensor) else None for part in self._parts]
         self._strides = self._strides or strides
         if strides != self._strides:
             pairs = zip(self._parts, strides, self._strides, strict=True)
@@ -494,6 +494,10 @@ class Engine:
                 seconds,
             )
         return program
+
+
+def _dense_strides(part: Tensor) -> tuple[int, ...]:
+    return part.stride() if part.is_contiguous() else torch.empty_like(part, device="meta").stride()
 
 
 def _strided(part: Tensor, strides: tuple[int, ...]) -> Tensor:

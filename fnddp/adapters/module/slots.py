@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,12 +61,6 @@ class WrappedParameters:
     def thawed(self) -> list[str]:
         """Names of those that are not frozen any more."""
         return [name for name, p in self.frozen.items() if p.requires_grad]
-
-    def thawed_too(self) -> "WrappedParameters":
-        """Return these parameters, of which those that are not frozen any more are synchronized."""
-        thawed = {name: self.frozen[name] for name in self.thawed}
-        frozen = {name: p for name, p in self.frozen.items() if name not in thawed}
-        return replace(self, parameters=self.parameters | thawed, frozen=frozen)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return tensors like the gradients: the parameters, but for those with another `grad_dtype`."""

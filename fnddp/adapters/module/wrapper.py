@@ -458,7 +458,8 @@ class DistributedDataParallel(TorchNames):
         if not (names and self._takes_in_thawed) or isinstance(self._wire, Elastic) or self._join_config.enable:
             return
         self._steps.require_same_world()
-        trained, initial = self._trained.thawed_too(), list[State]()
+        trained = _trained(self.module, self.parameters_to_ignore, self._trained.parameters)
+        initial: list[State] = []
 
         def described() -> dict[str, str]:
             grads = trained.gradients()
