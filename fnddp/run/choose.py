@@ -206,8 +206,11 @@ def choice(
         raise ValueError(f'choose: loss must be "none" or "some", got {loss!r}')
     if backward_seconds is not None and backward_seconds < 0:
         raise ValueError(f"choose: backward_seconds must be at least 0, got {backward_seconds}")
-    named = params.named_parameters() if isinstance(params, nn.Module) else tree.flatten(params)[0].items()
-    leaves = {path: leaf for path, leaf in named if leaf.requires_grad or not isinstance(params, nn.Module)}
+    if isinstance(params, nn.Module):
+        leaves = {name: p for name, p in params.named_parameters() if p.requires_grad}
+    else:
+        ordered, spec = tree.flatten(params)
+        leaves = {path: ordered[path] for path in spec.paths}  # in whose reverse gradients arrive
     shares = _shares(leaves, loss, world_size, torch.device("meta"))
     return Choice(_costs(shares, links, codec_seconds), backward_seconds)
 
