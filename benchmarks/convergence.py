@@ -374,7 +374,7 @@ def done(task: Task, run: Run) -> dict[str, Any]:
 
     def watch(step: int, leaves: list[Tensor]) -> None:
         if step in (task.steps // 2, task.steps * 3 // 4):
-            curve[step] = task.quality(model, dict(zip(tree.flatten(params)[0], leaves, strict=True)))
+            curve[step] = task.quality(model, dict(zip(params, leaves, strict=True)))
 
     sync = fnddp.parse(text)
     make = partial(make_optimizer, optimizer, rate, beta_of(sync))

@@ -605,10 +605,10 @@ def test_an_error_of_one_rank_before_training_is_one_on_all_axes(rank: int) -> N
         """The rank that fails, and what all do."""
         yield 3, lambda: compress_shards(sharded(mesh), "allreduce" if rank == 3 else "two_shot")
         yield 2, lambda: compress_shards(sharded(mesh), "bf16(two_shot)" if rank > 1 else "two_shot")
-        for who, key, text in ((3, "shards", "two_sho"), (1, "replicas", "sign(allreduce)")):
-            texts = {"shards": "two_shot", "replicas": "allreduce", **({key: text} if rank == who else {})}
+        for who, key, text in ((3, "gradients", "two_sho"), (1, "replicas", "sign(allreduce)")):
+            texts = {"gradients": "two_shot", "replicas": "allreduce", **({key: text} if rank == who else {})}
             yield who, lambda: compress(sharded(mesh["shard"]), mesh, **texts)  # noqa: B023
-        for key in ("replicas", "shards"):  # which only one rank gives, or leaves out
+        for key in ("replicas", "gradients"):  # which only one rank gives, or leaves out
             texts = {
                 "weights": "allgather",
                 **({key: "allreduce" if key == "replicas" else "two_shot"} if rank else {}),
