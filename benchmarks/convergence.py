@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fnddp
-from fnddp import Link, tree
+from fnddp import Link
 from fnddp.cli import characters, digits, models, picture
 from fnddp.core.sync import all_in
 from fnddp.plan.period import Recurring, period
