@@ -207,7 +207,7 @@ def choice(
     if backward_seconds is not None and backward_seconds < 0:
         raise ValueError(f"choose: backward_seconds must be at least 0, got {backward_seconds}")
     if isinstance(params, nn.Module):
-        leaves = {name: p for name, p in params.named_parameters() if p.requires_grad}
+        leaves: Leaves = {name: p for name, p in params.named_parameters() if p.requires_grad}
     else:
         ordered, spec = tree.flatten(params)
         leaves = {path: ordered[path] for path in spec.paths}  # in whose reverse gradients arrive
