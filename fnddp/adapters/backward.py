@@ -21,6 +21,7 @@ from fnddp import torch_private
 from fnddp.run.engine import begin_next, fail_next
 from fnddp.run.step import Step, Synchronized, applying, in_profile
 from fnddp.torch_private import current_backward
+from fnddp.wire.protocol import Elastic
 
 Owner = TypeVar("Owner")
 
@@ -162,9 +163,14 @@ class Backward:
             raise named from None
 
     def fail(self, error: BaseException) -> None:
-        """Fail the open step, if any, on all ranks, and undo what this way in has done."""
+        """Fail the open step, if any, on all ranks, and undo what this way in has done.
+
+        On an elastic wire no rank applies the step, even if it has ended on this one.
+        """
         error, self.failure, self._together = self.failure or error, None, None
         self.engine.fail(error)
+        if isinstance(self.engine.wire, Elastic):
+            self.engine.wire.report(error)
         self._undo()
 
     def fail_all(self, error: BaseException) -> None:

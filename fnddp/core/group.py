@@ -17,10 +17,12 @@ def group_name(group: Group) -> str | None:
 
     The name of a group that exists stands for that one alone, not for a later one of the same name.
     """
-    if group is None or isinstance(group, GroupName) or (torch.compiler.is_compiling() and isinstance(group, str)):
-        return group
+    if group is None:
+        return None
     if isinstance(group, str):
-        return GroupName.of(group)
+        if torch.compiler.is_compiling():  # Dynamo of torch 2.11 takes no subclass of str for a constant
+            return group.plain if isinstance(group, GroupName) else group
+        return group if isinstance(group, GroupName) else GroupName.of(group)
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
         mesh, dim = group
         return group_name(mesh.get_group(dim))

@@ -351,14 +351,11 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         elif self._engine.begun == begun:
             self._steps.backward.fail_next(error)
         self._steps.backward.fail(error)
-        self._replicas.report(error)
         self.manager.should_commit()  # False, which makes another quorum, and notifies this replica's other ranks
 
     def _should_commit(self, ask: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
         if self._engine.is_open:
-            error = RuntimeError("this replica's backward did not finish")
-            self._steps.backward.fail(error)
-            self._replicas.report(error)
+            self._steps.backward.fail(RuntimeError("this replica's backward did not finish"))
         is_committed = False
         try:
             is_committed = ask(*args, **kwargs)

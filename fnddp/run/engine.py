@@ -336,11 +336,9 @@ class Engine:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Fail the open step, if any, on all ranks: on an elastic wire, no rank may apply it."""
+        """Fail the open step, if any, on all ranks."""
         if self.step is not None:
             self.step.fail(error)
-            if isinstance(self.wire, Elastic):
-                self.wire.report(error)
 
     def refuse_after_failure(self) -> None:
         """Raise a RuntimeError if this rank may be desynchronized.

@@ -28,13 +28,18 @@ LAUNCHERS = {
 
 
 class GroupName(str):
-    """The name of a process group that exists: torch may give it to a later group, and then it is an error."""
+    """The name of a process group that exists: torch may give it to a later group, and then it is an error.
 
+    Attributes:
+        plain: The name alone.
+    """
+
+    plain: str
     _group: weakref.ref[dist.ProcessGroup]
 
     def __new__(cls, name: str, group: dist.ProcessGroup) -> "GroupName":
         made = super().__new__(cls, name)
-        made._group = weakref.ref(group)
+        made.plain, made._group = str(name), weakref.ref(group)
         return made
 
     @staticmethod
@@ -47,7 +52,7 @@ class GroupName(str):
         return self._group() is group
 
     def __reduce__(self) -> Any:
-        return GroupName.of, (str(self),)
+        return GroupName.of, (self.plain,)
 
     def __deepcopy__(self, _: Any) -> "GroupName":
         return self
@@ -211,8 +216,8 @@ def live_group(group: str | None) -> dist.ProcessGroup:
         ) from error
     if isinstance(group, GroupName) and not group.stands_for(live):
         raise RuntimeError(
-            f"process group {str(group)!r} was destroyed, and one of {live.size()} ranks has its name now; create what "
-            "uses it again, over the group of now"
+            f"process group {group.plain!r} was destroyed, and one of {live.size()} ranks has its name now; create "
+            "what uses it again, over the group of now"
         )
     return live
 

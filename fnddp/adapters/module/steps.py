@@ -350,11 +350,10 @@ class Steps:
             return
         try:
             done = self._end()
-        except (CollectiveError, StepFailedError) as error:
+        except (CollectiveError, StepFailedError):
             if not isinstance(self.engine.wire, Elastic):
                 raise
             # The ranks that are left go on, with the gradients from before this backward.
-            self.engine.wire.report(error)
             self.settle_on(is_committed=False)
             return
         self.close()
