@@ -87,10 +87,11 @@ class Reductions:
 
     def __init__(self, units: Sequence[Unit], states: dict[str, State], ends: Ends) -> None:
         self.units, self.states, self.weight, self._ends = units, states, RankWeight(), ends
+        self.wire = C10D
         self.steps = self.failed_steps = 0  # on all ranks
         groups = list(dict.fromkeys(group for unit in units for group in unit.groups))
         self.device = device_of(units[0].fsdp.device)
-        self.vote = Vote((), C10D, groups, self.device)
+        self.vote = Vote((), self.wire, groups, self.device)
         self.begin_around: Callable[[], object] | None = None
         self.notice: Callable[[], bool] | None = None  # `Vote.notice` of the last step, on an accelerator
         self.broken: BaseException | None = None  # this rank's error, of which the others may not have learnt
