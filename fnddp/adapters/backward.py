@@ -11,14 +11,13 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Set
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fnddp import torch_private
-from fnddp.run.engine import begin_next, fail_next
+from fnddp.run.engine import begin_next
 from fnddp.run.step import Step, Synchronized, applying, in_profile
 from fnddp.torch_private import current_backward
 from fnddp.wire.protocol import Elastic
@@ -66,7 +65,6 @@ class Backward:
 
     def begin(self, **options: Any) -> Any:
         """Begin a step, and return it: see `Engine.begin`."""
-        LEFT_OUT.end()
         return self.engine.begin(**options)
 
     def end_with_autograds(self, end: Callable[[], None], reaches: "Iterable[Backward]" = ()) -> None:
@@ -181,20 +179,16 @@ class Backward:
             self.fail(error)
 
     def fail_next(self, error: BaseException) -> None:
-        """Fail the step that is open or comes next because of `error`, on all ranks, so that none waits for this one.
-
-        Within weight blocks when the outermost one ends: the error may leave out the steps of all of their modules.
-        """
-        together = self._broken_off
-        if together is not None and self in together.awaited:
-            together.fail(error)
+        """Fail the step that is open or comes next because of `error`, on all ranks, so that none waits for this one."""
+        if self._broken_off is not None:
+            self.fail_all(error)
         else:
-            with LEFT_OUT.block():
-                LEFT_OUT.errors[self] = error
+            if self.step is None:
+                begin_next([self.engine])
+            self.fail(error)
 
     def require_idle(self) -> None:
         """Fail a step whose backward did not finish, as the next forward shows."""
-        LEFT_OUT.end()
         if self.step is not None or self.has_raised:
             self.fail_all(_unfinished())
         self._together = self.failure = None
@@ -217,7 +211,6 @@ class _Together:
         self._ending = weakref.ref(ending)
         self.begun: dict[Backward, None] = {}
         self.awaited: dict[Backward, None] = {}
-        _autograds.add(self)
 
     @property
     def has_raised(self) -> bool:
@@ -231,17 +224,9 @@ class _Together:
         """
         begun, awaited = self.begun, self.awaited
         self.begun, self.awaited = {}, {}
-        refused = begin_next(each.engine for each in awaited if each not in begun and each.step is None)
-        for is_refused, some in groupby(in_order({**awaited, **begun}), lambda each: each.engine in refused):
-            ended = [*some]
-            if is_refused:  # with all others on their process groups, which may come in any order there
-                lines = {line for each in ended for line in each.engine.lines}
-                joint = [engine for engine in refused if lines.intersection(engine.lines)]
-                for engine in joint:
-                    del refused[engine]
-                fail_next(dict.fromkeys(joint, error), are_joint=True)
-            for each in ended:
-                each.fail(error)
+        begin_next(each.engine for each in awaited if each not in begun and each.step is None)
+        for each in in_order({**awaited, **begun}):
+            each.fail(error)
 
 
 def in_order(backwards: Iterable[Backward]) -> Iterator[Backward]:
@@ -292,46 +277,7 @@ class _Ending:
 
 
 _endings: "weakref.WeakValueDictionary[int, _Ending]" = weakref.WeakValueDictionary()  # by autograd's number
-_autograds: "weakref.WeakSet[_Together]" = weakref.WeakSet()  # the backwards of autograd that have steps
 _lock = threading.Lock()  # autograd has a thread for each device
-
-
-class _LeftOut(threading.local):
-    """The steps that errors have left out, in this thread, and that have not ended on other ranks yet.
-
-    Attributes:
-        errors: The errors, by what they have left out.
-    """
-
-    def __init__(self) -> None:
-        self._blocks = 0
-        self.errors: dict[Backward, BaseException] = {}
-
-    @contextmanager
-    def block(self) -> Generator[None]:
-        """End the steps that are left out in the block, and in those around it, when the outermost one ends."""
-        self._blocks += 1
-        try:
-            yield
-        finally:
-            self._blocks -= 1
-            if not self._blocks:
-                self.end()
-
-    def end(self) -> None:
-        """End all of these steps, on all ranks, in whatever order the other ranks run them."""
-        if self.errors:
-            errors, self.errors = self.errors, {}
-            with _lock:  # of which other threads add some
-                raised = [each for each in _autograds if each.has_raised]
-            for together in raised:  # other ranks end their steps first
-                together.fail(next(iter(errors.values())))
-            fail_next({each.engine: error for each, error in errors.items() if each.step is None})
-            for each in in_order(errors):
-                each.fail(errors[each])
-
-
-LEFT_OUT = _LeftOut()
 
 
 # Hooks of parameters, which keep nothing alive, and what autograd knows of the running backward.

@@ -83,6 +83,11 @@ def value_and_grad(
     (tensor(11.), {'w': tensor([3., 4.])}, ())
     """
     pipeline = pipeline_of("value_and_grad: sync", sync)
+    if pipeline.takes_weight:
+        raise TypeError(
+            "value_and_grad: its arguments are those of the loss, so it takes no weight; call torch.func.grad, and "
+            f"{pipeline!r}(grads, state, weight=...), or fnddp.jit of it"
+        )
     engines = Engines(pipeline, donation=Donation(gradients="yes"), learns_order=True, wire=wire, backend=backend)
 
     def run(params: T, state: State, *batch: P.args, **kwargs: P.kwargs) -> tuple[V, T, State]:

@@ -27,7 +27,7 @@ from fnddp.core.sync import State, Sync
 from fnddp.core.tree import without_wrappers
 from fnddp.plan.plan import Plan
 from fnddp.reducers.halves import Owners, with_halves
-from fnddp.run.engine import fail_next
+from fnddp.run.engine import begin_next
 from fnddp.run.hops import (
     default_cap_mb,
     first_hop,
@@ -61,10 +61,10 @@ class _OwnerSteps(Steps):
     owners: "OwnerDataParallel"
     needs_earlier_gradients = True  # a stand-in must be gone before a gradient is added to it
 
-    def _start(self, forward_weight: Any, accumulated: str = "") -> Any:
+    def _start(self, accumulated: str = "") -> Any:
         if self._open() is None:
             self.owners.make_way()
-        taken = super()._start(forward_weight, accumulated)
+        taken = super()._start(accumulated)
         if taken.keeps_graph:
             self._stop(
                 "gradients go to their owners, so create_graph=True has none to return on other ranks; call "
@@ -180,7 +180,7 @@ class OwnerDataParallel(DistributedDataParallel):
             return torch_private.between_step_hooks(sharded.optimizer, run, args, kwargs)
         except BaseException as error:
             if not is_over:  # the other ranks wait for what this one sends
-                fail_next({sharded.engine: error})
+                begin_next([sharded.engine])
                 sharded.engine.fail(error)
                 self._end_by(error)
             raise

@@ -37,7 +37,7 @@ from fnddp.wire.groups import world_size as world_size
 from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Kind, waited
 from fnddp.wire.kinds import sum_in_rank_order as sum_in_rank_order
 from fnddp.wire.protocol import CollectiveError, Wire
-from fnddp.wire.weights import Weight, compiled_scale_of, require_weights, scale_of
+from fnddp.wire.weights import Weight, require_weights
 
 _wait: Any = functional_collectives.wait_tensor
 
@@ -128,25 +128,29 @@ def reduce_scatter_leaves(leaves: Mapping[Any, Tensor], group: str | None = None
     return {path: layout.from_wire(parts[path][0], leaf[0]) for path, leaf in leaves.items()}
 
 
-def scale_of_weight(weight: float | Tensor, group: str | None, device: torch.device) -> float | Tensor:
-    """Return the factor on this rank's gradients with which their mean over `group` is weighted by `weight`.
+def scale_of_weight(weight: Weight | Tensor, group: str | None, device: torch.device) -> Tensor:
+    """Return n w / W, the factor on this rank's gradients of a mean over `group` with weights; 0 if all of them are.
 
-    Under torch.compile it is a tensor, and weights that are all zero are an error of its backend. Raises as `Sync`.
+    A tensor is a weight that no host reads: of a step in a plan, whose vote finds what is invalid, and under
+    torch.compile, where that is an assertion of the device.
+
+    Raises:
+        ValueError: On all ranks: one has given none, or what is no weight, or all have given 0.
+        CollectiveError: Another rank has failed.
     """
+    if isinstance(weight, Tensor):
+        mine = weight.to(device, torch.float64).reshape(())
+        if torch.compiler.is_compiling():
+            mine = torch.where((mine >= 0) & mine.isfinite(), mine, torch.nan)
+    else:
+        mine = torch.tensor(weight.number, dtype=torch.float64, device=device)
+    total = all_reduce({"weight": mine}, "sum", group)["weight"]
     if torch.compiler.is_compiling():
-        mine = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(())
-        return compiled_scale_of(mine, all_gather(mine, group))
-    given, wire = Weight.of(weight), current().wire or C10D
-    try:
-        numbers = all_gather(torch.tensor(given.number, dtype=torch.float64, device=device), group).tolist()
-        if not all(number >= 0 and math.isfinite(number) for number in numbers):
-            require_weights([given] if is_alone() else control.gather_over(wire, given, group, device))
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"the ranks could not exchange their weights: {error}. All ranks of a step give one, or none does; or "
-            "another rank has failed, see its own error"
-        ) from error
-    return scale_of(given.number, numbers)
+        torch.ops.aten._assert_async.msg(total > 0, "weight: one is negative or not finite, or all ranks gave 0")
+    elif isinstance(weight, Weight) and not total.item() > 0:
+        wire = current().wire or C10D
+        require_weights([weight] if is_alone() else control.gather_over(wire, weight, group, device))
+    return torch.where(total > 0, mine / (total / ranks(group)), 0.0)
 
 
 def _require_rows(name: str, tensor: Tensor, group: str | None) -> None:

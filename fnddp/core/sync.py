@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from fnddp.core import tree
-from fnddp.core.collectives import refuse_differentiation, scale_of_weight
+from fnddp.core.collectives import refuse_differentiation
 from fnddp.core.expression import CHECKS, Expression
 from fnddp.core.group import Group, group_name
 from fnddp.core.tree import Leaves, Tree, ordered, require_leaves
 from fnddp.torch_private import without_autocast
-from fnddp.wire.weights import scaled
 
 T = TypeVar("T")
 
@@ -83,6 +82,8 @@ class Sync(Expression, abc.ABC):
 
     wraps_skipping: ClassVar[bool] = False
     """True if `exchange` does without the means that an inner pipeline leaves out: see `skips`."""
+    takes_weight: ClassVar[bool] = False
+    """True for `weighted`, whose steps have a weight on each rank."""
     remembers: ClassVar[bool] = False
     """True if it adds what it keeps of earlier steps to later gradients: their losses, or a momentum."""
     wants_whole_leaves: ClassVar[bool] = False
@@ -99,6 +100,8 @@ class Sync(Expression, abc.ABC):
         super().__post_init__()
         name = type(self).__name__
         for inner in self.children():
+            if inner.takes_weight:
+                raise TypeError(f"{name}: {inner!r} stands outermost; write weighted({name}(...))")
             if inner.skips and not self.wraps_skipping:
                 raise TypeError(
                     f"{name}: {inner!r} has no update for some leaves in some steps, and {name} needs the mean of all "
@@ -135,37 +138,26 @@ class Sync(Expression, abc.ABC):
         Args:
             grads: This rank's gradients, any pytree of dense tensors.
             state: From `init` or the previous call.
-            weight: How much this rank's gradients count: its samples or tokens. The mean is then that of the pooled
-                samples. 0 is allowed, not on all ranks; all ranks give one, or none does. It costs a message.
+            weight: For `weighted`, which needs one: how much this rank's gradients count, its samples or tokens.
 
         Returns:
             The mean over ranks in the tree of `grads`, equal on every rank to the bit, and the next state. The mean of
             a leaf without an update in this step is None, on all ranks alike (see `skips`).
 
         Raises:
-            TypeError: A leaf is not a tensor.
-            ValueError: The state belongs to another tree; on all ranks, all weights are 0 or one is invalid; or
-                `exchange` of a transform has lost a leaf.
-            CollectiveError: There is a weight, and another rank has failed or given none.
+            TypeError: A leaf is not a tensor; a weight is given to another pipeline than `weighted`.
+            ValueError: The state belongs to another tree; on all ranks, a weight is missing or invalid, or all are 0;
+                or `exchange` of a transform has lost a leaf.
         """
+        require_takes_weight(self, weight)
+        return self._called(grads, state, self.exchange)
+
+    def _called(self, grads: T, state: State, exchange: Callable[[Leaves, State], Exchange]) -> tuple[T, State]:
         leaves, spec = tree.flatten(grads)
         with torch.no_grad(), without_autocast():
-            if weight is not None:
-                leaves = self._weighted(leaves, weight)
-            mean, _, state = self.exchange(leaves, state)
+            mean, _, state = exchange(leaves, state)
         require_means(self, leaves, mean)
         return tree.unflatten(spec, {path: mean.get(path) for path in leaves}), state
-
-    def _weighted(self, leaves: Leaves, weight: float | Tensor) -> Leaves:
-        require_weighable(self, {path: leaf.dtype for path, leaf in leaves.items()})
-        (group,) = self.groups or {None}
-        device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
-        scale = scale_of_weight(weight, group, device)
-        if isinstance(scale, Tensor):
-            mine = {path: leaf for path, leaf in leaves.items() if self.reduces(path)}
-            factor = {path: scale.to(leaf.real.dtype) for path, leaf in mine.items()}
-            return leaves | {path: torch.where(scale == 0, 0, leaf * factor[path]) for path, leaf in mine.items()}
-        return {path: scaled(leaf, scale) if self.reduces(path) else leaf for path, leaf in leaves.items()}
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> "Sync":
         """Return the same pipeline on another process group.
@@ -292,22 +284,10 @@ class Reducer(Sync):
         return ()
 
 
-def require_weighable(sync: Sync, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raise a ValueError unless `sync` takes means of floating-point leaves over one group, which it names."""
-    if sync.ops != {"mean"}:
-        raise ValueError(f"weight: {sync!r} takes a {', '.join(sorted(sync.ops))}, which knows no weights")
-    if sync.groups is None:
-        raise ValueError(
-            f"weight: {sync!r} does not say over which process group it reduces, so weights could be those of other "
-            "ranks; use a pipeline that does, such as allreduce, or leave weight out"
-        )
-    if len(sync.groups) > 1:
-        raise ValueError(f"weight: {sync!r} reduces over several process groups, {sorted(sync.groups, key=str)}")
-    for path, dtype in dtypes.items():
-        if not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(
-                f"weight: leaf {path!r} is {dtype}, which cannot be scaled; make it float, or leave weight out"
-            )
+def require_takes_weight(sync: Sync, weight: object) -> None:
+    """Raise a TypeError if there is a `weight` and `sync` is not `weighted`."""
+    if weight is not None and not sync.takes_weight:
+        raise TypeError(f"weight: {sync!r} takes none; write weighted({sync!r})")
 
 
 def require_sums(sync: Sync, why: str) -> None:

@@ -77,6 +77,11 @@ class Divisor:
     group: str | None
 
 
+@dataclass(frozen=True)
+class StepWeight:
+    """The weight of this rank's gradients in the step, for `weighted`: a scalar of float64."""
+
+
 class Held(_Named):
     """A tensor that the pipeline's own code holds."""
 
@@ -106,7 +111,9 @@ class PayloadRange:
     last: int
 
 
-Name: TypeAlias = Grad | StatePart | Divisor | Held | Sent | PayloadRange | Received | Mean | Scratch | Temp
+Name: TypeAlias = (
+    Grad | StatePart | Divisor | StepWeight | Held | Sent | PayloadRange | Received | Mean | Scratch | Temp
+)
 """The name of a value of a plan."""
 
 
@@ -146,7 +153,7 @@ class Collective:
         op: The reduction on the wire: "sum" (also for a mean, whose inputs are divided first), "max" or "min"; None
             for a kind that reduces nothing.
         dtype: The dtype of all payloads; torch.uint8 where they differ.
-        depth: 0 if it depends on gradients only, 1 if it depends on results of depth 0, and so on.
+        depth: 0 if it depends on gradients only, 1 if it depends on results of depth 0, and so on; -1 without gradients.
         bucket: The number of the bucket of gradients that it is for.
         slot: Its position in the software pipeline: that of the bucket in the order of arrival, plus `depth`.
         width: Columns of the buffer: those of all payloads, and zeros behind them, so that each rank's row is aligned.

@@ -6,13 +6,12 @@ has the same outcome on all ranks (on an accelerator, one step later): either al
 
 import itertools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import attrgetter
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.buckets import BUCKET_CAPS
 from fnddp.core.state import parts, require_like, shared
-from fnddp.core.sync import REMEMBERED, State, Sync, groups_of, require_weighable
+from fnddp.core.sync import REMEMBERED, State, Sync, groups_of, require_takes_weight
 from fnddp.core.tree import Leaves, without_wrappers
 from fnddp.device import device_of, one_of, require_carried
 from fnddp.ir.plan_data import require_backend
@@ -38,15 +37,11 @@ from fnddp.show.text import count
 from fnddp.show.trace import Observer, Taken, debug_level
 from fnddp.wire.c10d import C10D, C10d, with_dedicated_groups
 from fnddp.wire.groups import World, identity, live_group
-from fnddp.wire.kinds import Work
 from fnddp.wire.protocol import Elastic, Wire
-from fnddp.wire.weights import FAILED, Weight
+from fnddp.wire.weights import Weight, require_valid
 
 SLOW_SECONDS = 2
 """Seconds after which a lowering is logged, since the step that waits for it seems to hang."""
-
-REFUSAL_SECONDS = 1e-3
-"""Seconds between two looks for other ranks that have come to a step which this one fails."""
 
 MAX_PHASES = 8  # plans kept: pipelines have few phases, unless a plan holds for one value of a counter that grows
 
@@ -84,17 +79,12 @@ class Lane:
         number: Number of the engine, in the order of construction.
         begun: Number of steps that have begun.
         places: Places among engines of a process group, in the order in which they connect.
-        exchanges_weights: Whether steps begin with an exchange of weights; None until one has shown whether ranks give
-            any.
-        epoch: Epoch of an elastic wire in which one has.
     """
 
     health: Health = field(default_factory=Health)
     number: int = field(default_factory=partial(next, _numbers))
     begun: int = 0
     places: dict[str | None, int] = field(default_factory=dict[str | None, int])
-    exchanges_weights: bool | None = None
-    epoch: int = 0
 
 
 def delegated(path: str) -> Any:
@@ -236,38 +226,39 @@ class Engine:
             return None
         return self._observer.taken(len(self.plan.collectives))
 
-    def begin(self, state: State = None, *, weight: Any = None, scale: float = 1.0) -> Step:
+    def begin(self, state: State = None, *, weight: Any = None, scale: float = 1.0, fails: bool = False) -> Step:
         """Begin a step, which is `step` until it ends.
 
         Args:
             state: The state to begin from; None for the one after the last step.
-            weight: The weight of this rank's gradients in the mean, 0 or more, and not 0 on all ranks. All ranks give
-                one, or none does; otherwise, or if one is invalid, `advance` or `agree` raises ValueError on all ranks.
+            weight: The weight of this rank's gradients, for `weighted`: a number of at least 0.
             scale: The factor for gradients in a step without weights.
+            fails: True for a step that this rank only fails.
 
         Raises:
             RuntimeError: After an earlier step the ranks are desynchronized.
-            ValueError: There is a weight, but the pipeline takes no mean, or a leaf is of integers or bools. The step
-                has failed on all ranks.
+            TypeError: A weight is given to another pipeline than `weighted`.
+            ValueError: `weighted` has got no valid weight. The step has failed on all ranks.
         """
         self.refuse_after_failure()
+        require_takes_weight(self.sync, weight)
         if state is not None:
             self._take(state)
         if isinstance(self.wire, Elastic):
             self.lane.health.epoch = self.wire.epoch
-            if self.lane.epoch != self.wire.epoch:
-                self.lane.epoch, self.lane.exchanges_weights = self.wire.epoch, None  # new ranks do not know
+        given = Weight.of(weight) if self.sync.takes_weight else None
         try:
             with in_profile("start"):
-                step = self._begin(None if weight is None else Weight.of(weight), scale)
+                step = self._begin(given, 1.0 if self.sync.takes_weight else scale)
         except BaseException as error:
             if any(self.wire.size(group) > 1 for group in self.groups or {None}):  # other ranks may have begun
                 self.broken = error
             raise
-        if weight is not None and weight is not FAILED:
+        if given is not None and not fails:
             try:
-                require_weighable(self.sync, {path: leaf.dtype for path, leaf in self.leaves.items()})
-            except ValueError as error:
+                require_valid(given)
+                step.advance()  # sends the weight
+            except BaseException as error:
                 step.fail(error)
                 raise
         return step
@@ -284,7 +275,6 @@ class Engine:
             vote=vote,
             weight=weight,
             scale=scale,
-            exchanges_weights=self.lane.exchanges_weights,
             learns_order=self.learns_order,
             remembered=self._remembered(),
             gives_later=self._gives_later,
@@ -314,11 +304,8 @@ class Engine:
         self.step = None if self.step is step else self.step
         self.failed_steps += step.has_failed
         self.broken = step.broken or self.broken
-        if step.exchanges_weights:
-            self.lane.exchanges_weights = True
         if step.is_done:
             self._parts, self.learns_order = step.parts, False
-            self.lane.exchanges_weights = step.exchanges_weights
             unseen = [notice for notice in self.lane.health.notices if notice not in step.notices]
             self.lane.health.notices = (*unseen, *filter(None, [step.notice]))
         if step.arrival is not None:
@@ -380,24 +367,11 @@ class Engine:
             for group in (group for group in self.groups if group not in places and self.wire.size(group) > 1):
                 places[group] = next(_connected.setdefault(self.line_of(group), itertools.count()))
 
-    def vote_of_weights(self) -> Vote | None:
-        """Return a vote for steps that begin with an exchange of weights, if a rank can fail the next step by it."""
-        if self.begins_without_weights:
-            return None
-        program = self._choose()
-        vote = self._vote_of(program)
-        return vote if vote is not None and vote.is_refusable else None
-
     def _vote_of(self, program: Program) -> Vote | None:
         if program.groups is None:
             return None
         self._take_places()
         return Vote(self.leaves, program.wire, program.groups, program.device, self.lane.places)
-
-    @property
-    def begins_without_weights(self) -> bool:
-        """True if earlier steps had no weights, so that the first one that has them begins without."""
-        return self.lane.exchanges_weights is False
 
     @property
     def lines(self) -> list[Any]:
@@ -416,7 +390,7 @@ class Engine:
     def fail_next_from(self, state: State, error: BaseException) -> None:
         """Fail the next step on all ranks because of `error`: the others begin it from a state like `state`."""
         self.prepare(state)
-        fail_next({self: error})
+        begin_next([self])
         self.fail(error)
         self.release_state()
 
@@ -512,77 +486,11 @@ def _open_on(group: Any) -> list[weakref.ref[Step]]:
     return line
 
 
-def begin_next(engines: Iterable[Engine]) -> dict[Engine, Vote]:
-    """Begin the next steps of those engines that fail in the order of the other ranks; return votes of the others.
-
-    Those have weights: on their process groups, ranks fail whichever step comes next. No step of `engines` is open.
-    """
-    refusable: dict[Engine, Vote] = {}
+def begin_next(engines: Iterable[Engine]) -> None:
+    """Begin the next steps of `engines`, none of which is open, for the caller to fail."""
     for engine in engines:
         with suppress(RuntimeError):  # if a step cannot begin, no rank waits for this one
-            engine.refuse_after_failure()
-            vote = engine.vote_of_weights()
-            if vote is None or _open_on(engine.line_of(vote.groups[0])):  # which other ranks give up with that one
-                engine.begin(weight=FAILED)
-            else:
-                refusable[engine] = vote
-    return refusable
-
-
-def fail_next(errors: Mapping[Engine, BaseException], *, are_joint: bool = False) -> None:
-    """Fail the next step of each engine because of an error, on all ranks. No step of theirs is open.
-
-    Steps that `begin_next` begins are left to the caller, who fails them in the order of the other ranks.
-
-    Args:
-        are_joint: The steps belong to one backward; on other ranks, one that fails ends those that wait for it.
-    """
-    lines: dict[Any, tuple[Vote, list[Engine]]] = {}
-    if not are_joint:
-        _break_unordered(errors)
-    for engine, vote in begin_next(errors).items():
-        lines.setdefault(engine.line_of(vote.groups[0]), (vote, []))[1].append(engine)
-    waiting = [_Refusal(vote, engines, errors[engines[0]], are_joint) for vote, engines in lines.values()]
-    while waiting:  # other ranks may come to these groups in any order
-        waiting = [refusal for refusal in waiting if not refusal.goes_on()]
-        sleep(REFUSAL_SECONDS if waiting else 0)
-
-
-def _break_unordered(errors: Mapping[Engine, BaseException]) -> None:
-    """Let engines refuse further steps that share a process group, if one of them has begun steps without weights.
-
-    The first step with weights of that one sends other messages than the others, and this rank cannot know which of
-    them the other ranks come to first. They wait there until this rank ends, or the process group's timeout is over.
-    """
-    used = Counter(line for engine in errors for line in engine.lines)
-    unknown = {line for engine in errors if engine.begins_without_weights for line in engine.lines if used[line] > 1}
-    for engine, error in errors.items():
-        if unknown.intersection(engine.lines):
-            engine.broken = error
-
-
-class _Refusal:
-    """The next steps of `engines`, which share a process group, as this rank fails them."""
-
-    def __init__(self, vote: Vote, engines: list[Engine], error: BaseException, are_joint: bool) -> None:
-        self._engines, self._error = engines, error
-        self._works = vote.refuse(error, len(engines), are_joint)
-        self._work: Work | None = None
-
-    def goes_on(self) -> bool:
-        """Go on as far as other ranks are, and return True when all steps have ended."""
-        try:
-            while self._work is None or self._work.is_completed():
-                self._work = next(self._works)
-            return False
-        except StopIteration:
-            for engine in self._engines:
-                engine.begun, engine.failed_steps = engine.begun + 1, engine.failed_steps + 1
-        except RuntimeError as problem:
-            self._error.add_note(f"the other ranks could not be notified: {problem}")
-            for engine in self._engines:
-                engine.broken = self._error
-        return True
+            engine.begin(fails=True)
 
 
 class Engines:

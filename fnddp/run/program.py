@@ -27,6 +27,7 @@ from fnddp.ir.program import (
     Segment,
     Sent,
     StatePart,
+    StepWeight,
     Temp,
 )
 from fnddp.plan.plan import Plan
@@ -34,6 +35,7 @@ from fnddp.run.backends import segments_of
 from fnddp.torch_private import foreach_copy, storage_use_count
 from fnddp.wire.groups import World, within
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
+from fnddp.wire.weights import Weight
 
 BufferSlice: TypeAlias = Sent | Received | PayloadRange
 """A part of the memory of a collective."""
@@ -181,6 +183,7 @@ class Program:
         passed_on: Leaves whose mean may be the gradient itself, which the caller may own.
         is_polled: True if segments also wait for collectives that the host must poll.
         device: Where the leaves are.
+        takes_weight: True for `weighted`.
         stream: Its side stream; None on the CPU, and for a plan of `without_schedule`.
     """
 
@@ -221,7 +224,7 @@ class Program:
         self._memories = {path: register[name] for path, name in plan.memories.items()}
         self._parts = [(i, part.index, part.index in plan.overwrites_state) for i, part in all_of(StatePart)]
         self.passed_on = {path for path, name in plan.means.items() if not is_static or isinstance(name, Grad)}
-        self._results, self._divisors = all_of(Mean), all_of(Divisor)
+        self._results, self._divisors, self._weights = all_of(Mean), all_of(Divisor), all_of(StepWeight)
         self._slices = [*all_of(Sent), *all_of(Received), *all_of(PayloadRange)]
         known: dict[Any, Tensor] = {**plan.constants, **{name: spec.empty() for name, spec in plan.scratch.items()}}
         self._constants = [known.get(name) for name in names]
@@ -230,6 +233,7 @@ class Program:
         self.device = device_of(next((leaf.device for leaf in plan.leaves.values()), torch.device("cpu")))
         self.stream = memory.stream(self.device) if is_static else None
         self.overwrites, self.hides_nonfinite = plan.overwrites, plan.sync.hides_nonfinite
+        self.takes_weight = plan.sync.takes_weight
         register_of = {name.path: index for index, name in all_of(Grad)}
         slots = {path: register[place] for path, place in fills.items()}
         self.inputs = [
@@ -263,7 +267,7 @@ class Program:
             self._numbers = numbers
         return True
 
-    def begin(self, parts: Sequence[Any]) -> tuple[list[Buffer], list[Any], list[Tensor | None]]:
+    def begin(self, parts: Sequence[Any], weight: Weight | None) -> tuple[list[Buffer], list[Any], list[Tensor | None]]:
         """Return the buffers of a step, its registers with what is known before it, and places of gradients.
 
         These are for the gradients that are only copied, by position; None for the others.
@@ -279,6 +283,9 @@ class Program:
         values = filled.copy()
         for register, divisor in self._divisors:
             values[register] = self.wire.size(divisor.group)
+        for register, _ in self._weights:
+            assert weight is not None
+            values[register] = self.device.of_host([weight.number], torch.float64)[0]
         for register, mean in self._results:
             values[register] = self._memory.take_mean(mean.path, self.leaves[mean.path])
         for register, index, is_overwritten in self._parts:
@@ -345,8 +352,9 @@ def without_schedule(
     n, end = len(leaves), len(leaves) + len(given)  # not the state itself, which `run` would keep alive
 
     def run(*inputs: Any) -> tuple[Any, ...]:
-        grads, parts, ranks = inputs[:n], inputs[n:end], inputs[end:]
-        with within(World(world.wire, ranks=dict(zip(groups, ranks, strict=True)))):
+        grads, parts, numbers = inputs[:n], inputs[n:end], inputs[end:]
+        ranks, weight = dict(zip(groups, numbers, strict=False)), numbers[-1] if sync.takes_weight else None
+        with within(World(world.wire, ranks=ranks, weight=weight)):
             grads = dict(zip(leaves, grads, strict=True))
             mean, _, after = sync.exchange(grads, tree.unflatten_any(structure, list(parts)))
         if isinstance(world.wire, Elastic) and world.wire.lost is not None:
@@ -360,7 +368,12 @@ def without_schedule(
         slot=0,
         needs=tuple(leaves),
         waits=(),
-        inputs=(*map(Grad, leaves), *(StatePart(i) for i in range(len(given))), *map(Divisor, groups)),
+        inputs=(
+            *map(Grad, leaves),
+            *(StatePart(i) for i in range(len(given))),
+            *map(Divisor, groups),
+            *([StepWeight()] if sync.takes_weight else []),
+        ),
         outputs=(*means.values(), *state_after),
         frees=(),
         run=run,

@@ -15,14 +15,14 @@ from fnddp.device import Stream
 from fnddp.ir.program import Collective, Segment
 from fnddp.run.nonfinite import has_nonfinite, spoil, unless
 from fnddp.run.program import BoundSegment, Program, UnexpectedGradient
-from fnddp.run.vote import EndedSteps, StepFailedError, Vote
+from fnddp.run.vote import StepFailedError, Vote
 from fnddp.show.trace import Observer, profiled
 from fnddp.torch_private import foreach_copy, has_modes, is_held, is_profiling, without_autocast, without_modes
 from fnddp.wire.c10d import C10d, start_into
 from fnddp.wire.counter import count_payload
 from fnddp.wire.kinds import Work, waited
-from fnddp.wire.protocol import CollectiveError, Elastic
-from fnddp.wire.weights import FAILED, NO_WEIGHT, Weight, scaled
+from fnddp.wire.protocol import CollectiveError
+from fnddp.wire.weights import Weight
 
 POLL_SECONDS = 2e-4
 """Seconds between two checks of open collectives, while gradients arrive that complete no segment."""
@@ -74,17 +74,12 @@ class Step:
 
     While earlier steps of other engines are open on its process groups, this one issues nothing before `agree`.
 
-    A rank cannot know whether the others give a weight, so an engine's first step begins with an exchange of weights.
-    If there were any, all later steps do. If there were none, they do not, and nothing more is sent; then the first
-    step with weights begins as one without: a rank that has a weight sends zeros, and reports it in the vote. If all
-    do, the step runs again, and from then on each step begins with an exchange. So collectives match whichever rank
-    gives a weight.
-
     Args:
         parts: The parts of the pipeline's state.
         ended: Callback, called with the step after its end.
         vote: The agreement of ranks; None if it is not known which ranks the pipeline reaches.
-        weight: The weight of this rank's gradients; `scale` is the factor for them in a step without weights.
+        weight: The weight of this rank's gradients, for `weighted`.
+        scale: A factor for gradients.
         learns_order: True to learn the order in which gradients arrive, for later steps.
         remembered: The parts that stay as they were if something that is not finite arrives on some rank.
         gives_later: Whether means may contain gradients of earlier steps.
@@ -97,8 +92,6 @@ class Step:
         is_open: True until it has ended.
         is_done, has_failed: The outcome; both are False after the step was given up, which happens on all ranks.
         parts: The parts of the next state, once the step is done.
-        exchanges_weights: Whether the next step begins with an exchange of weights; None if nothing has shown whether
-            ranks give any: then it does.
         arrival: The order in which gradients have arrived on the first rank, if it is learnt.
         broken: The error after which ranks may be desynchronized.
         kept: What is sent in place of zeros for leaves that have not arrived.
@@ -116,7 +109,6 @@ class Step:
         vote: Vote | None = None,
         weight: Weight | None = None,
         scale: float = 1.0,
-        exchanges_weights: bool | None = None,
         learns_order: bool = False,
         remembered: Sequence[int] = (),
         gives_later: bool = False,
@@ -140,29 +132,22 @@ class Step:
         self._arrived: list[str] = []  # leaves in the order of arrival, if that is to be learnt
         self._zeros = self._unused = frozenset[str]()
         self.kept: Leaves = {}
+        self._weight, self._scale = weight, scale
+        if weight is not None and not weight.number:  # of no samples: their mean may be NaN
+            self._scale = 0.0
         self._start()
-        has_weight, has_peers = weight is not None and weight != FAILED, vote is not None and bool(vote.groups)
-        self.exchanges_weights = exchanges_weights
-        # This rank has a weight, in a step that began without an exchange: it sends zeros, and then runs again.
-        self._must_rerun = has_weight and has_peers and exchanges_weights is False
-        self._rerun_grads = list[tuple[int, Tensor]]()
-        self._weight, self._plain_scale, self._is_weighing = weight, scale, False
-        is_weighed = has_weight or (exchanges_weights is not False and has_peers)
-        self._scale: float | None = None if is_weighed and vote is not None else scale
         # Where pieces are measured, copies count as the computation of their segment.
         self._copies_at_once = self._scale == 1 and self._observer is None
         self._ahead = [weakref.ref(step) for step in ahead]
         self._behind: list[weakref.ref[Step]] = []
         for step in ahead:
             step._behind.append(weakref.ref(self))
-        if not self.is_held:
-            self._weigh()
 
     def _start(self) -> None:
         program = self._program
         if self._observer is not None:
             self._observer.begins()
-        self._buffers, self._values, self._slots = program.begin(self.parts)
+        self._buffers, self._values, self._slots = program.begin(self.parts, self._weight)
         self._pending: list[tuple[int, Tensor]] = []  # gradients from `put`, for `_ingest`
         self._to_copy: list[tuple[Tensor, Tensor]] = []  # those that are only copied, for `_run`, with their places
         self._streams: set[Stream] = set()  # where those were computed
@@ -200,8 +185,8 @@ class Step:
     def put(self, position: int, grad: Tensor, *, keep: bool = False) -> bool:
         """Add the gradient of the leaf at `position`. The step may write over it, unless `keep` is True.
 
-        On the CPU a small one that is only copied is copied now, while it is in the cache, unless a weight or a scale
-        may come, the step is measured, or gradients are enabled.
+        On the CPU a small one that is only copied is copied now, while it is in the cache, unless gradients are scaled
+        or enabled, or the step is measured.
 
         If its shape, dtype or device is not the leaf's, `advance` or `agree` raises a ValueError.
 
@@ -243,8 +228,7 @@ class Step:
         """Call `put` for the gradient of the leaf at `path`, and `advance` if it is time.
 
         Raises:
-            ValueError: There is no such leaf, its gradient has arrived already or is not like the leaf; on all ranks:
-                their weights are invalid.
+            ValueError: There is no such leaf, its gradient has arrived already or is not like the leaf.
         """
         if self.put(self._position_of(path, grad), grad, keep=keep):
             self.advance()
@@ -267,7 +251,7 @@ class Step:
     def advance(self, *, block: bool = False) -> None:
         """Run segments that are ready; with `block`, wait for collectives, and stop only at a missing gradient."""
         self._require_unfailed()
-        if self.is_open and not self.is_held and (block or not self._lacks_weights()):
+        if self.is_open and not self.is_held:
             self._go_on(block)
 
     def _go_ahead(self) -> None:
@@ -285,19 +269,6 @@ class Step:
     def _require_unfailed(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-    def _lacks_weights(self) -> bool:
-        """Return True while weights of other ranks are missing, and nothing may wait for them within backward.
-
-        Steps of several models may come in another order on each rank. On an accelerator, time may not decide: the
-        model's own collectives, such as those of SyncBatchNorm, may be on the same group. There a step that asks for
-        weights issues nothing before `agree`, and one with weights waits for them.
-        """
-        if self._scale is not None or not self._is_weighing or self._vote is None:
-            return False
-        if self._program.device.is_asynchronous:
-            return self.exchanges_weights is None
-        return not self._vote.is_weighed
 
     def _go_on(self, block: bool) -> None:
         segments = self._program.segments
@@ -323,7 +294,7 @@ class Step:
 
         Raises:
             StepFailedError: Another rank has failed in this step.
-            ValueError: On all ranks: their weights are invalid, or only some have one.
+            ValueError: On all ranks: all weights are 0.
             CollectiveError: A collective failed, or on an accelerator a rank in this or the last step. Ranks may be
                 desynchronized.
         """
@@ -332,9 +303,6 @@ class Step:
         for step in self._open_ahead():
             step._go_ahead()
         self._is_ending = True
-        if self._must_rerun:
-            self._rerun_with_weights()
-        self._weigh()
         absent = self._issue_all()
         if self._vote is not None:
             return self._voted(self._vote, absent)
@@ -462,19 +430,16 @@ class Step:
         if not is_known and ([] in self._works.values() or self._vote.is_starting):
             return  # an interrupt came while a message was started, which other ranks may have or not
         try:
-            self._known_scale()
             self._send_zeros()
             with self._on_side_stream():
                 self._vote.cast(frozenset(), failed=True)
             self._wait_all()
             self.broken = None if self._vote.explain(error) else error
             self._wait_for_side_stream()
-        except (ValueError, StepFailedError):  # all ranks end the step: weights are invalid, or one rank has none
-            self.broken = None
         except RuntimeError as problem:
             error.add_note(f"the other ranks could not be notified: {problem}")
 
-    def _voted(self, vote: Vote, absent: frozenset[str], weight: Weight | None = None) -> frozenset[str]:
+    def _voted(self, vote: Vote, absent: frozenset[str]) -> frozenset[str]:
         """Vote and wait. Return the leaves that have arrived on no rank."""
         nonfinite: Tensor | bool = False
         if self._watches:
@@ -484,7 +449,7 @@ class Step:
                 nonfinite = nonfinite | self._gave_nonfinite
         self._has_voted = True
         with self._on_side_stream():
-            vote.cast(absent, weight=weight, nonfinite=nonfinite)
+            vote.cast(absent, nonfinite=nonfinite, counts=self._weight is None or self._weight.number > 0)
         self._wait_all()
         try:
             with self._on_side_stream():
@@ -530,8 +495,7 @@ class Step:
         self.is_open = self._copies_at_once = False
         self._failure = None
         self._values, self._slots, self._buffers, self._pending, self._to_copy = [], [], [], [], []
-        self._rerun_grads, self._works = [], {}
-        self.parts = []
+        self._works, self.parts = {}, []
 
     def _give_up_behind(self) -> None:
         for step in self._open_behind():
@@ -544,74 +508,22 @@ class Step:
     def _open_behind(self) -> "list[Step]":
         return [step for step in (entry() for entry in self._behind) if step is not None and step.is_open]
 
-    # Weights
-
-    def _weigh(self) -> None:
-        """Start the exchange of weights, if the step has one that has not been started."""
-        if self._scale is None and not self._must_rerun and not self._is_weighing:
-            assert self._vote is not None
-            self._vote.weigh(self._weight or NO_WEIGHT)
-            self._is_weighing = True
-
-    def _known_scale(self) -> float:
-        """Wait for all weights and return the factor of gradients; raise a ValueError if weights are invalid."""
-        if self._scale is None and not self._must_rerun:
-            self._weigh()
-            assert self._vote is not None
-            behind = self._open_behind()
-            weighted = [step for step in behind if step._weight is not None]
-            scale = self._vote.scale(EndedSteps(1 + len(weighted), 1 + len(behind)))
-            self._scale = self._plain_scale if scale is None else scale
-            self.exchanges_weights = bool(self.exchanges_weights) or scale is not None
-        return self._scale or 0.0
-
-    def _rerun_with_weights(self) -> None:
-        """End a step that began without an exchange of weights, and begin it again with one.
-
-        Raises:
-            StepFailedError: Another rank has failed in this step.
-            ValueError: On all ranks: not all have a weight.
-        """
-        assert self._vote is not None
-        absent = self._issue_all()
-        self._voted(self._vote, absent, self._weight)
-        again = [(i, grad) for i, grad in self._rerun_grads if self._program.inputs[i].path not in absent]
-        self._wait_for_side_stream()
-        self._start()
-        self._has_voted, self._must_rerun, self._rerun_grads, self.exchanges_weights = False, False, [], True
-        for position, grad in again:
-            self.put(position, grad)
-
     # Running
 
     def _ingest(self) -> None:
         """Check and scale the gradients that have been put since the last call, and assign them to registers."""
         if not self._pending:
             return
-        try:
-            scale = self._known_scale()
-        except CollectiveError as error:
-            self.fail(error)
-            raise
-        except (ValueError, StepFailedError) as error:  # on all ranks, before any has sent a gradient
-            self.give_up(failed=True)
-            if isinstance(self._program.wire, Elastic):
-                self._program.wire.report(error)
-            raise
         pending, self._pending = self._pending, []
         program, values, inputs = self._program, self._values, self._program.inputs
-        if self._must_rerun:
-            self._rerun_grads += pending
         if program.stream is not None:
             for stream in self._streams:
                 program.device.wait(program.stream, stream)
             self._streams.clear()
             for _, grad in pending:
                 program.device.keep(grad, program.stream)
-        if scale != 1:  # a copy also of gradients that run again, since the step writes over them
-            pending = [
-                (i, grad if inputs[i].is_own and not self._must_rerun else scaled(grad, scale)) for i, grad in pending
-            ]
+        if self._scale != 1:
+            pending = [(i, grad if inputs[i].is_own else scaled(grad, self._scale)) for i, grad in pending]
         if self._watches and program.hides_nonfinite:
             self._gave_nonfinite |= has_nonfinite([grad for _, grad in pending if is_inexact(grad)], program.device)
         for position, grad in pending:
@@ -721,6 +633,11 @@ def _named(collective: Collective, run: Callable[[], T]) -> T:
             f"{collective.world_size} ranks failed: {error}. Another rank has failed, left, or not called backward; "
             "see its own error"
         ) from error
+
+
+def scaled(grad: Tensor, scale: float) -> Tensor:
+    """Return `grad` times `scale`; zeros for scale 0, also of NaN."""
+    return grad * scale if scale else torch.zeros_like(grad)
 
 
 @contextmanager

@@ -27,6 +27,8 @@ def name(of: Name) -> str:
             return f"state[{index}]"
         case program.Divisor(group):
             return "ranks" if group is None else f"ranks of {group}"
+        case program.StepWeight():
+            return "weight"
         case program.Sent(collective, position) | program.Received(collective, position):
             return f"c{collective}[{position}]"
         case program.PayloadRange(collective, first, last):
@@ -158,9 +160,10 @@ def collective(c: Collective, plan: PlanData) -> str:
     """Return a line on what `c` does, with how much, over which ranks, and when."""
     labels, kind = [text(payload.label) for payload in c.payloads], dtype(c)
     does = f"{c.kind.name}{'' if c.op is None else f' {c.op}'} {kind}"
+    when = f"round {c.depth + 1} of {plan.rounds}" if c.depth >= 0 else "ahead of gradients"
     return (
         f"{c.name}: {does}[{c.wire_bytes if kind == 'bytes' else c.numel}] over {_ranks(c.world_size, c.group)}, "
-        f"{c.wire_bytes:,} B, round {c.depth + 1} of {plan.rounds}: {some(labels, 'payloads')}"
+        f"{c.wire_bytes:,} B, {when}: {some(labels, 'payloads')}"
     )
 
 

@@ -12,12 +12,12 @@ from fnddp.core import collectives, tree
 from fnddp.core.options import checked_int
 from fnddp.core.parse import pipeline_of
 from fnddp.core.state import Part, parts
-from fnddp.core.sync import REPLICATED, Exchange, State, Sync, parts_of, require_weighable
+from fnddp.core.sync import REPLICATED, Exchange, State, Sync, parts_of, require_takes_weight
 from fnddp.core.tree import Leaves, Tree
 from fnddp.torch_private import is_mapped, reads_values, reinterpreted, without_autocast
 from fnddp.wire.groups import World, within
 from fnddp.wire.simulated import Division, SimulatedRanks
-from fnddp.wire.weights import Weight, require_weights, scale_of, scaled
+from fnddp.wire.weights import Weight, require_weights
 
 
 def simulate(sync: Sync | str, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "Simulation":
@@ -99,12 +99,15 @@ class Simulation:
             state = self.sync.init(first)
         return with_rows(state, self.world_size)
 
-    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+    def exchange(
+        self, leaves: Leaves, state: State, *, weight: Sequence[float] | Tensor | None = None
+    ) -> Exchange:
         """Return an exchange on all ranks.
 
         Args:
             leaves: All ranks' gradients by leaf path: `[n, *shape]`.
             state: From `init` or the previous exchange.
+            weight: For `weighted`, a number for each rank.
 
         Returns:
             `mean` as on any one rank, `[*shape]` (`[n, *shape]` where it is not the same on all: `none`), without
@@ -123,22 +126,23 @@ class Simulation:
         rows = {i: value for i, (part, value) in enumerate(zip(named, values, strict=True)) if _is_local(part)}
         noted: list[tuple[bool | None, Any]] = []  # whether a value is mapped, None if it is no tensor; the value
 
-        def of_a_rank(rank: Tensor, leaves: Leaves, rows: dict[int, Tensor]) -> list[Tensor]:
+        def of_a_rank(rank: Tensor, leaves: Leaves, rows: dict[int, Tensor], weight: Tensor | None) -> list[Tensor]:
             own = [rows.get(i, value) for i, value in enumerate(values)]
-            with self._within(rank):
+            with within(World(simulated=self._ranks(rank), weight=weight)):
                 done = self.sync.exchange(leaves, tree.unflatten_any(structure, own))
             given = [*(done.mean.get(path) for path in leaves), *(done.sent[path] for path in leaves)]
             given += parts_of(self.sync, done.state, structure)
             noted.extend((is_mapped(each), None) if isinstance(each, Tensor) else (None, each) for each in given)
             return [each for each in given if isinstance(each, Tensor)]
 
+        weights = self._given(weight)
         ranks = torch.arange(self.world_size, device=next((leaf.device for leaf in leaves.values()), None))
         dense = {path: leaf.contiguous() for path, leaf in leaves.items()}
         with torch.no_grad(), without_autocast(), warnings.catch_warnings():
             # An operation without a rule for vmap (PowerSGD's segment_reduce) runs rank by rank.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             try:
-                made = iter(torch.func.vmap(of_a_rank)(ranks, dense, rows))
+                made = iter(torch.func.vmap(of_a_rank)(ranks, dense, rows, weights))
             except RuntimeError as error:
                 if reads_values(error):
                     raise self._refusal(
@@ -175,9 +179,7 @@ class Simulation:
         `weight` has a number for each rank: see `Sync.__call__`. For errors see there, and `exchange`.
         """
         leaves, spec = tree.flatten(grads)
-        if weight is not None:
-            leaves = self._weighted(leaves, weight)
-        done = self.exchange(leaves, state)
+        done = self.exchange(leaves, state, weight=weight)
         return tree.unflatten(spec, {path: done.mean.get(path) for path in leaves}), done.state
 
     def of_rank(self, state: State, rank: int) -> State:
@@ -193,22 +195,15 @@ class Simulation:
         ]
         return tree.replace_leaves(states[0], stacked)
 
-    def _weighted(self, leaves: Leaves, weight: Sequence[float] | Tensor) -> Leaves:
-        require_weighable(self.sync, {path: leaf.dtype for path, leaf in leaves.items()})
-        require_rows(leaves, self.world_size)
-        given = [Weight.of(each) for each in weight]
+    def _given(self, weight: Sequence[float] | Tensor | None) -> Tensor | None:
+        require_takes_weight(self.sync, weight)
+        if not self.sync.takes_weight:
+            return None
+        given = [Weight.of(each) for each in ([None] * self.world_size if weight is None else weight)]
         if len(given) != self.world_size:
             raise ValueError(f"simulate: weight must have one for each of {self.world_size} ranks, got {len(given)}")
         require_weights(given)
-        weights = [each.number for each in given]
-        scales = [scale_of(each, weights) for each in weights]
-        with torch.no_grad():  # rank by rank: multiplying by a number rounds low precision differently than by a tensor
-            return {
-                path: torch.stack([scaled(row, scale) for row, scale in zip(leaf, scales, strict=True)])
-                if self.sync.reduces(path)
-                else leaf
-                for path, leaf in leaves.items()
-            }
+        return torch.tensor([each.number for each in given], dtype=torch.float64)
 
     def _ranks(self, rank: Tensor) -> SimulatedRanks:
         return SimulatedRanks(self.world_size, rank, self.groups)

@@ -72,6 +72,7 @@ class World:
         size: Numbers of ranks to plan for; the groups need not exist.
         ranks: Divisors of means by group, where they are inputs of a graph and not the sizes of the groups.
         simulated: The ranks of a simulation.
+        weight: This rank's weight in the means of `weighted`: a `Weight`, or a tensor that no host reads.
         bucket_of: Returns the bucket of a leaf in the plan that is made; leaves of one bucket may be encoded together.
     """
 
@@ -80,6 +81,7 @@ class World:
     size: WorldSize | None = None
     ranks: Mapping[str | None, Any] = field(default_factory=dict[str | None, Any])
     simulated: SimulatedRanks | None = None
+    weight: Any = None
     bucket_of: Callable[[str], int | None] | None = None
 
     def size_of(self, groups: frozenset[str | None] | None) -> WorldSize | None:

@@ -38,7 +38,6 @@ from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import current_backward, optimizers_in_backward
 from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import CollectiveError, Elastic
-from fnddp.wire.weights import Weight
 
 # Modules in the order of their last forward: a backward of several reaches them in the opposite order.
 _forwarded: "weakref.WeakKeyDictionary[Steps, None]" = weakref.WeakKeyDictionary()
@@ -79,7 +78,6 @@ class Steps:
         is_armed: True if the next backward synchronizes.
         scale: Factor that gradients are multiplied by before they are sent.
         weight: The weight of the `weight` block that runs now, if any.
-        may_step: True if a forward whose backward synchronizes has run in that block.
         unsynchronized: Parameters with gradients that no step has synchronized yet: of backwards within `no_sync`.
         awaits_commit: True if `settle_on` ends a step of one backward or several.
         futures: Futures of buffer hooks, for which the end of a backward waits.
@@ -93,10 +91,8 @@ class Steps:
 
     def __init__(self, promises: Promises) -> None:
         self.promises = promises
-        self.is_armed, self.may_step, self.awaits_commit, self.scale = False, False, False, 1.0
-        self.weight: Weight | None = None
-        self._forward_weight: Weight | None = None  # of the block in which the last forward ran
-        self._weight: Weight | None = None  # of the step
+        self.is_armed, self.awaits_commit, self.scale = False, False, 1.0
+        self.weight: float | None = None
         self.unsynchronized: set[str] = set()
         self._outputs: list[weakref.ref[_Nodes]] = []  # of the last forward
         self._thread = 0  # that of the last forward whose backward synchronizes
@@ -160,8 +156,7 @@ class Steps:
         Args:
             synchronizes: True to synchronize the gradients of this backward.
         """
-        self.may_step |= synchronizes
-        self.is_armed, self._forward_weight = synchronizes, self.weight
+        self.is_armed = synchronizes
         with _lock:
             _forwarded.pop(self, None)
             _forwarded[self] = None
@@ -172,7 +167,7 @@ class Steps:
             if tensor.requires_grad and not tensor.is_leaf:  # hooks of a leaf would stay
                 behind = _Nodes(nodes_behind(tensor))
                 self._outputs.append(weakref.ref(behind))
-                tensor.register_hook(partial(self._reaches_output, self.weight, behind))
+                tensor.register_hook(partial(self._reaches_output, behind))
 
     def _is_reached(self) -> bool:
         """Return whether the running backward goes through the last forward, and will begin a step."""
@@ -180,17 +175,15 @@ class Steps:
         return accumulates(self.parameters.values(), behind) and (not self._outputs or any(map(executes, behind)))
 
     @torch_private.skipped_by_dynamo
-    def _reaches_output(self, forward_weight: Weight | None, behind: Sequence[Any], _: Tensor) -> None:
+    def _reaches_output(self, behind: Sequence[Any], _: Tensor) -> None:
         """Begin a step where a backward reaches the output of a forward, made by the nodes `behind`."""
-        if self._open() is not None or accumulates(self.parameters.values(), behind):
-            self._start(forward_weight)
-            self._require_one_weight(forward_weight)
+        if self._open() is None and accumulates(self.parameters.values(), behind):
+            self._start()
 
-    def _start(self, forward_weight: Weight | None, accumulated: str = "") -> _Taken:
+    def _start(self, accumulated: str = "") -> _Taken:
         """Return what the open step takes, which begins now if there is none.
 
         Args:
-            forward_weight: The weight of the block in which the forward ran.
             accumulated: A parameter in which this backward has accumulated a gradient already: it is not known whether
                 there was one before.
         """
@@ -202,7 +195,7 @@ class Steps:
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if isinstance(self.engine.wire, Elastic) and (self._before is None or not self.awaits_commit):
             self._before = {name: grad.detach().clone() for name, grad in grads.items()}, self.unsynchronized.copy()
-        step = self._begin(forward_weight)
+        step = self._begin(self.weight)
         with _lock:
             others = [each for each in reversed([*_forwarded]) if each is not self and each.is_armed]
         reached = [each.backward for each in others if not each.engine.is_open and each._is_reached()]
@@ -228,18 +221,10 @@ class Steps:
         """Return what the open step takes, if one is open whose backward has not raised."""
         return self._taken if self.backward.is_running() else None
 
-    def _begin(self, forward_weight: Weight | None) -> Any:
+    def _begin(self, weight: float | None) -> Any:
         self.require_same_world()
-        self._weight = self.weight or forward_weight
         with self.log.errors():
-            return self.backward.begin(weight=self._weight, scale=self.scale)
-
-    def _require_one_weight(self, forward_weight: Weight | None) -> None:
-        """Fail the step, on all ranks, if a forward that is part of it ran in a block of another weight."""
-        if forward_weight != self._weight and (forward_weight is not None or self.weight is None):
-            given = [weight.text for weight in (self._weight, forward_weight) if weight is not None]
-            one = " and ".join(given) if len(given) > 1 else f"{given[0]} for some of its forward passes only"
-            self._stop(f"a backward was given the weights {one}; put the backward into one block")
+            return self.backward.begin(weight=weight, scale=self.scale)
 
     # Gradients
 
@@ -247,7 +232,7 @@ class Steps:
         """Begin a step before a gradient is accumulated in the parameter `name`, which was None or an earlier one."""
         begins = self.is_armed and self._open() is None and accumulates_in([self.parameters[name]])
         if begins and not self._waits_for_outer_backward():
-            self._start(self._forward_weight)
+            self._start()
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         """Handle a gradient, maybe undefined, that autograd has accumulated in `parameter.grad`."""
@@ -255,7 +240,7 @@ class Steps:
             return
         was_armed, taken = self.is_armed, self._open()
         if was_armed and taken is None and not self._waits_for_outer_backward():
-            taken = self._start(self._forward_weight, name)
+            taken = self._start(name)
         if taken is None:
             self.unsynchronized.add(name)
         elif current_backward() != taken.task or name in taken.deferred:
@@ -291,7 +276,7 @@ class Steps:
             handles.clear()
             steps = me()
             if steps is not None and steps.is_armed:
-                steps._start(steps._forward_weight)
+                steps._start()
 
         handles += [node.register_prehook(go_on) for node in nodes]
         return True
@@ -485,7 +470,7 @@ class Steps:
 
     def participate_with_zeros(self) -> None:
         """Take part in a step in which this rank has no gradients, and keep nothing of it but the state."""
-        self._begin(None)
+        self._begin(0 if self.engine.sync.takes_weight else None)
         self._end()
         self.wait_for_futures()
 

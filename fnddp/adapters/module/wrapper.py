@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fnddp import torch_private
-from fnddp.adapters.backward import LEFT_OUT, Backward
+from fnddp.adapters.backward import Backward
 from fnddp.adapters.handle import log_adopted, warn_without_memory
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, Slots, WrappedParameters, sparse_parameters
@@ -23,13 +23,13 @@ from fnddp.adapters.module.steps import Steps
 from fnddp.adapters.reentrant import refuse_reentrant_checkpoints
 from fnddp.adapters.torch_compat import arguments
 from fnddp.adapters.torch_compat.log import Log, environment, parameter_facts
-from fnddp.adapters.torch_compat.names import HookLocation, TorchNames, reducer, weighed_within_join
+from fnddp.adapters.torch_compat.names import HookLocation, TorchNames, reducer
 from fnddp.core import state
 from fnddp.core.agreement import agree, agreed_state, description, fails_alike
 from fnddp.core.buckets import MB
 from fnddp.core.group import group_name
 from fnddp.core.parse import parse, pipeline_of
-from fnddp.core.sync import State, Sync
+from fnddp.core.sync import State, Sync, require_takes_weight
 from fnddp.device import device_of
 from fnddp.plan.draft import Donation
 from fnddp.reducers.all_reduce import allreduce
@@ -39,7 +39,6 @@ from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import Elastic, Wire
-from fnddp.wire.weights import Weight
 
 _PREFIX, _SYNC_PREFIX, _PIPELINE = "module.", "sync_state.", "pipeline"
 
@@ -260,65 +259,25 @@ class DistributedDataParallel(TorchNames):
 
     @contextmanager
     def weight(self, count: float) -> Generator[None]:
-        """Weight this rank's gradients by `count` in the means of backwards in the block.
+        """Weight this rank's gradients by `count` in the means of backwards that begin in the block, for `weighted`.
 
         `with model.weight(tokens): loss.backward()`, where the loss is a mean over so many tokens, gives the gradient
-        of the mean over the tokens of all ranks. It holds for each step whose backward begins in the block, or whose
-        forward ran in it; after `no_sync`, for all that was accumulated. All ranks of a step must give a weight, or
-        none. First give weights to those parts of the module that are wrapped themselves.
+        of the mean over the tokens of all ranks; after `no_sync`, for all that was accumulated. A part of the module
+        that is wrapped itself has its own `weight`.
 
         Args:
             count: Number of samples or tokens; 0 is allowed (such a gradient may even be no number), not on all ranks.
 
         Raises:
-            RuntimeError: Within `join`, where ranks without inputs give none; within another such block; if a part
-                that is wrapped itself has none; at the end, if there was nothing to weigh in it, such as a backward
-                within `no_sync` only. Other ranks raise `StepFailedError`. (A block under `torch.no_grad()` does
-                nothing.)
-            ValueError: In backward, on all ranks: all weights are 0, one is no weight, or some ranks gave none; the
-                pipeline takes no mean.
+            TypeError: The pipeline is not `weighted`.
+            ValueError: In backward, on all ranks: all weights are 0, or one is invalid or missing.
         """
-        steps = self._steps
-        if self._join_config.enable:
-            raise weighed_within_join()
-        if steps.weight is not None:
-            raise RuntimeError(
-                f"{OWNER}: the weight {Weight.of(count).text} is given within a block of the weight "
-                f"{steps.weight.text}; end that one first"
-            )
-        steps.settle()
-        steps.require_same_world()
-        self._require_weighted_parts(count)
-        steps.weight, steps.may_step, begun = Weight.of(count), False, self._engine.begun
-        is_for_steps = torch.is_grad_enabled()  # and not for a forward alone
-        with LEFT_OUT.block():
-            try:
-                yield
-                if is_for_steps and self._engine.begun == begun and not steps.may_step:
-                    raise RuntimeError(
-                        f"{OWNER}: the weight {steps.weight.text} was given for nothing: no backward that synchronizes "
-                        "began in its block, nor did the forward of one run there. A weight is for a whole step, with "
-                        "all that no_sync has accumulated: put the last backward into the block"
-                    )
-            except BaseException as error:
-                if is_for_steps and (self._engine.is_open or self._engine.begun == begun):
-                    steps.backward.fail_next(error)
-                raise
-            finally:
-                steps.weight = None
-
-    def _require_weighted_parts(self, count: float) -> None:
-        """Raise a RuntimeError, on all ranks, if a wrapped part's steps would not have the weight of the module's."""
-        parts = _parts(self.module)
-        if any(part._steps.weight is None for part in parts):
-            error = RuntimeError(
-                f"{OWNER}: the weight {Weight.of(count).text} is that of the module alone, and parts of it are wrapped "
-                "themselves; give each its weight first: with model.module.part.weight(n), model.weight(n): ..."
-            )
-            with LEFT_OUT.block():  # so that they end together, whatever their order on other ranks
-                for each in (self, *parts):
-                    each._steps.backward.fail_next(error)
-            raise error
+        require_takes_weight(self.sync, count)
+        before, self._steps.weight = self._steps.weight, count
+        try:
+            yield
+        finally:
+            self._steps.weight = before
 
     def state_dict(self, *args: Any, sync_state: bool = False, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the module's state under `module.`, as torch's class does.

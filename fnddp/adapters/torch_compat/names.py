@@ -36,10 +36,6 @@ _BUILTIN_HOOKS: dict[Any, Sync] = {
 }
 
 
-def weighed_within_join() -> RuntimeError:
-    return RuntimeError(f"{OWNER}: ranks that have run out of inputs give no weight; within join, leave it out")
-
-
 def reducer(steps: Steps) -> SimpleNamespace:
     """Return an object in the place of torch's reducer, with the methods that tools call; it reduces nothing."""
 
@@ -138,8 +134,6 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         Ranks without inputs take part in the others' steps with zeros. A pipeline's own state goes on: an error
         feedback residual of theirs is still sent, nothing is lost, and what is replicated stays equal.
         """
-        if self._steps.weight is not None:
-            raise weighed_within_join()
         self._divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         hook = JoinHook()
         hook.main_hook, hook.post_hook = self._follow_others, self._copy_last_joiner

@@ -29,11 +29,15 @@ class Reach(NamedTuple):
     depth: int
 
 
-def reaches(graph: fx.Graph) -> dict[fx.Node, Reach]:
-    """Return the reach of each node of a traced graph. A collective has its payload's depth, its result one more."""
+def reaches(graph: fx.Graph, n: int) -> dict[fx.Node, Reach]:
+    """Return the reach of each node of a traced graph. A collective has its payload's depth, its result one more.
+
+    What depends on no leaf, such as the sum of weights, is of depth -1: it goes ahead of all gradients.
+    """
     reach: dict[fx.Node, Reach] = {}
     for i, node in enumerate(graph.nodes):
-        leaves, depth = 1 << i if node.op == "placeholder" else 0, 0
+        is_input = node.op == "placeholder"
+        leaves, depth = (1 << i, 0 if i < n else -1) if is_input else (0, -1)
         for source in node.all_input_nodes:
             leaves |= reach[source].leaves
             depth = max(depth, reach[source].depth)
@@ -70,7 +74,7 @@ class BufferKey(NamedTuple):
 def combine(draft: Draft) -> Draft:
     """Replace the collectives of a traced graph by combined ones; raise a LoweringError for one of no known kind."""
     graph, paths, buckets = draft.graph, draft.paths, draft.request.buckets
-    reach = reaches(graph)
+    reach = reaches(graph, len(paths))
     arrival = {path: position for position, path in enumerate(buckets)}
     ours = (1 << len(paths)) - 1  # bits of the leaves: other placeholders are the state
 
@@ -81,7 +85,7 @@ def combine(draft: Draft) -> Draft:
     groups: dict[tuple[BufferKey, str | None, str | None], list[Traced]] = {}
     for traced in _traced(draft):
         depth, like = reach[traced.node].depth, value(traced.payload)
-        bucket = max((buckets[path] for path in leaves_of(traced.node)), default=0)
+        bucket = max((buckets[path] for path in leaves_of(traced.node)), default=0)  # the first one's, without any
         dtype = str(like.dtype) if traced.kind.computes else ""
         key = BufferKey(bucket + depth, depth, bucket, traced.kind.name, dtype, str(like.device))
         groups.setdefault((key, traced.op, traced.group), []).append(traced)
@@ -89,7 +93,8 @@ def combine(draft: Draft) -> Draft:
     with within(draft.request.world):
         for index, (key, op, group) in enumerate(sorted(groups, key=lambda found: found[0])):
             members = sorted(groups[key, op, group], key=_alignment, reverse=True)
-            labels = [_label(leaves_of(traced.node)) for traced in members]
+            without = "weight" if draft.request.sync.takes_weight else "(state)"
+            labels = [_label(leaves_of(traced.node)) or without for traced in members]
             _replace(graph, members, _laid_out(index, key, members, labels, world_size(group)))
     sorted_topologically(graph)
     return draft
@@ -188,4 +193,4 @@ def _replace(graph: fx.Graph, members: Sequence[Traced], collective: Collective)
 
 
 def _label(paths: list[str]) -> str:
-    return "..".join([paths[0], *paths[1:][-1:]]) if paths else "(state)"
+    return "..".join([paths[0], *paths[1:][-1:]]) if paths else ""

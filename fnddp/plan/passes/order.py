@@ -79,15 +79,15 @@ def _positions(
     reading: dict[fx.Node, float] = {}
     for node in graph.nodes:
         inputs = [at[source] for source in node.all_input_nodes]
-        slot = max((position.slot for position in inputs), default=0)
-        depth = max((position.depth for position in inputs), default=0)
+        slot = max((position.slot for position in inputs), default=-1)
+        depth = max((position.depth for position in inputs), default=-1)
         latest = max((position.arrival for position in inputs), default=-1.0)
         launched = -1
         reading[node] = max((reading[source] for source in node.all_input_nodes), default=-1.0)
         if node.op == "placeholder":
             path = next(leaves, None)  # the others come after the leaves
             if path is not None:
-                slot, latest = buckets[path], arrival[path]
+                slot, depth, latest = buckets[path], 0, arrival[path]
                 reading[node] = latest
         elif node.target is launch:
             _, collective = launch_of(node)

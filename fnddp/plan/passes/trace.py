@@ -22,7 +22,7 @@ from fnddp.core.opaque import for_compiler
 from fnddp.core.sync import groups_of, parts_of, require_means
 from fnddp.device import device_of
 from fnddp.ir.plan_data import Phase
-from fnddp.ir.program import Divisor, Grad, Held, LoweringError, Name, StatePart
+from fnddp.ir.program import Divisor, Grad, Held, LoweringError, Name, StatePart, StepWeight
 from fnddp.plan.draft import Draft, Request
 from fnddp.plan.graph import call, placeholders, remove_dead
 from fnddp.torch_private import (
@@ -238,7 +238,9 @@ def trace(request: Request) -> Draft:
     grads = [fakes.dense(leaf.shape, leaf.stride, leaf.dtype, leaf.device) for leaf in leaves.values()]
     state = [fakes.tensor(part) if isinstance(part, Tensor) else fakes.number(part) for part in parts]
     divisors = [fakes.number(size) for size in sizes.values()]
-    recorder = Recorder(fakes, [*grads, *state, *divisors])
+    device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
+    weights = [fakes.dense((), (), torch.float64, device)] if sync.takes_weight else []
+    recorder = Recorder(fakes, [*grads, *state, *divisors, *weights])
     asked: list[str] = []
 
     def bucket_of(path: str) -> int | None:
@@ -247,7 +249,8 @@ def trace(request: Request) -> Draft:
         return None if is_alone else request.buckets[path]
 
     ranks = dict(zip(sizes, divisors, strict=True))
-    world = World(request.world.wire, True, request.world.size, ranks, bucket_of=bucket_of)
+    weight = weights[0] if weights else None
+    world = World(request.world.wire, True, request.world.size, ranks, weight=weight, bucket_of=bucket_of)
     try:
         # Without modes such as a WireCounter, which sees what is sent.
         with (
@@ -276,7 +279,8 @@ def trace(request: Request) -> Draft:
             ) from error
         raise
     graph = remove_dead(recorder.graph)
-    inputs: list[Name] = [*map(Grad, leaves), *map(StatePart, range(len(parts))), *map(Divisor, sizes)]
+    numbers = *map(Divisor, sizes), *(StepWeight() for _ in weights)
+    inputs: list[Name] = [*map(Grad, leaves), *map(StatePart, range(len(parts))), *numbers]
     names: dict[fx.Node, Name] = dict(zip(placeholders(graph), inputs, strict=True))
     names |= {node: Held(str(node.target)) for node in graph.find_nodes(op="get_attr")}
     counters = tuple(i for i, part in enumerate(parts) if not isinstance(part, Tensor))
