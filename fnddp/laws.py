@@ -11,6 +11,7 @@ import math
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -33,8 +34,9 @@ from fnddp.simulation.simulate import simulate
 from fnddp.torch_private import TorchDispatchMode
 from fnddp.transforms.cast import cast
 from fnddp.transforms.memory import error_feedback
-from fnddp.wire.groups import world_size
-from fnddp.wire.weights import scale_of, scaled
+from fnddp.transforms.weighted import weighted
+from fnddp.wire.groups import current, within, world_size
+from fnddp.wire.weights import Weight
 
 Grads: TypeAlias = Callable[[int, int], Tree]
 """Type of `grads(rank, step)`: a rank's gradients in a step; tree, shapes and dtypes are equal on all ranks."""
@@ -98,6 +100,8 @@ def check(
 
 def check_on_rank(rank: int, sync: Sync, grads: Grads, traces: Traces | None = None) -> None:
     """Check all laws that apply, on one rank of several, with `traces` that it may share with the others."""
+    if sync.takes_weight:
+        grads = functools.partial(_scalable, grads)
     for law in LAWS:
         if applies(law, sync) and (law is not law_5_lossless_is_exact or loses_nothing(rank, sync, grads)):
             law(rank, sync, grads, **({"traces": traces} if law in LOWERED else {}))
@@ -111,6 +115,12 @@ def applies(law: Law, sync: Sync) -> bool:
     if halves and law in (law_5_lossless_is_exact, law_10_simulated_is_real, law_11_weighted_is_pooled):
         return False
     if law in _ABOUT_ALL and not sync.agrees:
+        return False
+    if sync.takes_weight and law in (
+        law_5_lossless_is_exact,
+        law_8_error_feedback_loses_nothing,
+        law_11_weighted_is_pooled,
+    ):
         return False
     if law in (law_4_sent_reduces_to_mean, law_5_lossless_is_exact):
         return len(sync.ops) == 1 and sync.sent_is_exact
@@ -179,7 +189,7 @@ def law_1_outputs_are_like_inputs(rank: int, sync: Sync, grads: Grads) -> None:
     want_state = _state_specs(state)
     for step in range(STEPS + 1):
         given = grads(rank, step) if step < STEPS else tree.map_leaves(torch.zeros_like, example)
-        mean, state = sync(given, state)
+        mean, state = _called(sync, given, state)
         got = _specs(mean)
         updated = {path: leaf if path in got else None for path, leaf in leaves.items()}
         expected = tree.structure(tree.unflatten(spec, updated))
@@ -196,7 +206,7 @@ def law_1_outputs_are_like_inputs(rank: int, sync: Sync, grads: Grads) -> None:
     spoiled = {path: torch.full_like(leaf, math.nan) for path, leaf in leaves.items() if tree.is_inexact(leaf)}
     state, given = sync.init(example), list[Tensor]()
     for _ in range(STEPS):  # of which each may send another part
-        done = sync.exchange(leaves | spoiled, state)
+        done = _exchanged(sync, leaves | spoiled, state)
         state = done.state
         given += [done.mean[path] for path in spoiled.keys() & done.mean.keys() if done.mean[path].numel()]
     is_shown = not given or any(not mean.isfinite().all() for mean in given)
@@ -226,7 +236,7 @@ def law_3_inputs_are_unmodified(rank: int, sync: Sync, grads: Grads) -> None:
         mine = grads(rank, step)
         before = copy.deepcopy((mine, state))
         generator = torch.get_rng_state()
-        _, next_state = sync(mine, state)
+        _, next_state = _called(sync, mine, state)
         _require_same_bits(mine, before[0], f"step {step}: the given gradient")
         _require_same_bits(state, before[1], f"step {step}: the given state")
         untouched = torch.equal(torch.get_rng_state(), generator)
@@ -287,7 +297,7 @@ def law_6_lowered_is_eager(
     for step in range(STEPS):
         if not exact and step:
             expected = copy.deepcopy(engine.state)  # or roundings would add up over the steps
-        mean, expected = sync(grads(rank, step), expected)
+        mean, expected = _called(sync, grads(rank, step), expected)
         done = engine_step(engine, start, grads(rank, step), order)
         start = None  # from then on only the engine holds its state, and writes over it
         want.append(tree.flatten(mean)[0])
@@ -410,14 +420,16 @@ def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
         leaves = _leaves(grads, rank, step)
         eps = rounding(sync, *[leaf.dtype for leaf in leaves.values() if tree.is_inexact(leaf)])
         with _Sums() as sums:
-            done = sync.exchange(leaves, state)
+            done = _exchanged(sync, leaves, state)
         exact = not sums.found and (n == 1 or _only_carries(sync))
         everyone: list[Any] = gather((leaves, state, done))
         state = done.state  # the real one, or roundings would add up over the steps
         if rank == 0 and (exact or not any(isinstance(each, Codec) for each in all_in(sync))):
             stacked = {path: torch.stack([mine[path] for mine, _, _ in everyone]) for path in leaves}
             try:
-                together = simulation.exchange(stacked, simulation.of_ranks([own for _, own, _ in everyone]))
+                owned = simulation.of_ranks([own for _, own, _ in everyone])
+                weights = [float(1 + other) for other in range(n)] if sync.takes_weight else None
+                together = simulation.exchange(stacked, owned, weight=weights)
             except ValueError as error:
                 raise LawError(f"step {step}: {error}") from error
             for other, (_, _, real) in enumerate(everyone):
@@ -436,23 +448,39 @@ def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
 
 @_stated
 def law_11_weighted_is_pooled(rank: int, sync: Sync, grads: Grads) -> None:
-    """A weighted mean is the mean of gradients times n w / W, for weights w of n ranks with the sum W, to the bit."""
+    """`weighted(sync)` is `sync` of gradients times n w / W, for weights w of n ranks with the sum W, to the bit."""
     n = world_size(None)
-    plain = weighted = sync.init(_scalable(grads, rank, 0))
+    pooled = weighted(sync)
+    plain = state = sync.init(_scalable(grads, rank, 0))
     for step in range(STEPS):
         weights = [float((3 * other + step) % 4) for other in range(n)]  # other ones in each step, zeros among them
         weights[step % n] += 1.0
         mine = _scalable(grads, rank, step)
-        scale = scale_of(weights[rank], weights)
-        weighed = {path: scaled(leaf, scale) if sync.reduces(path) else leaf for path, leaf in mine.items()}
-        want, plain = sync(weighed, plain)
-        got, weighted = sync(mine, weighted, weight=weights[rank])
+        scale = torch.tensor(weights[rank], dtype=torch.float64) / (torch.tensor(weights).double().sum() / n)
+        scaled = {path: weighted.scaled(leaf, scale) if sync.reduces(path) else leaf for path, leaf in mine.items()}
+        want, plain = sync(scaled, plain)
+        got, state = pooled(mine, state, weight=weights[rank])
         _require_same_bits(got, want, f"step {step}: with the weights {weights} the mean of")
-        _require_same_bits(weighted, plain, f"step {step}: with the weights {weights} the state")
+        _require_same_bits(state, plain, f"step {step}: with the weights {weights} the state")
 
 
 LOWERED: tuple[Law, ...] = (law_6_lowered_is_eager, law_7_resuming_an_engine_is_exact)
 """Laws that lower the pipeline, which takes longest, and therefore share `traces`."""
+
+
+def _weight(sync: Sync) -> float | None:
+    """Return this rank's weight in all steps of `weighted`; None for another pipeline."""
+    return float(1 + (dist.get_rank() if dist.is_initialized() else 0)) if sync.takes_weight else None
+
+
+def _called(sync: Sync, grads: Tree, state: State) -> tuple[Tree, State]:
+    return sync(grads, state, weight=_weight(sync))
+
+
+def _exchanged(sync: Sync, leaves: Leaves, state: State) -> Exchange:
+    weight = _weight(sync)
+    with within(replace(current(), weight=None if weight is None else Weight.of(weight))):
+        return sync.exchange(leaves, state)
 
 
 def run(
@@ -462,7 +490,7 @@ def run(
     state = sync.init(grads(rank, 0)) if state is None else state
     means: list[Tree] = []
     for step in steps:
-        mean, state = sync(grads(rank, step), state)
+        mean, state = _called(sync, grads(rank, step), state)
         means.append(mean)
     return means, state
 
@@ -471,7 +499,7 @@ def _exchanges(sync: Sync, grads: Grads, rank: int) -> Iterator[tuple[Leaves, Ex
     state = sync.init(grads(rank, 0))
     for step in range(STEPS):
         leaves = _leaves(grads, rank, step)
-        done = sync.exchange(leaves, state)
+        done = _exchanged(sync, leaves, state)
         state = done.state
         yield leaves, done
 
@@ -500,7 +528,7 @@ def make_engine(
 def engine_step(engine: Engine, state: State, grads: Tree, order: random.Random) -> Synchronized:
     """Run a step of `engine` from `state`, None for its own, on copies of `grads` in an order drawn from `order`."""
     leaves, _ = tree.flatten(grads)
-    step = engine.begin(state)
+    step = engine.begin(state, weight=_weight(engine.sync))
     for path in order.sample(list(leaves), len(leaves)):
         step.feed(path, leaves[path].clone())
     done = step.finish()

@@ -34,6 +34,7 @@ EXAMPLES = {
     "delayed": "delayed(fp16(allreduce))",
     "skip_nonfinite": "skip_nonfinite(error_feedback(powersgd(fp16(allreduce), rank=2)))",
     "clip_by_global_norm": "clip_by_global_norm(bucketize(squared(fp16(every(2, allreduce)))), max_norm=2.5)",
+    "weighted": "weighted(error_feedback(powersgd(bf16(allreduce), rank=2)))",
     "measure": "measure(powersgd(allreduce, rank=2, refresh=2), every_steps=2)",
     "partition": "partition({'*weight': error_feedback(powersgd(allreduce)), '*': bf16(allreduce)})",
     "none": "none",

@@ -179,7 +179,7 @@ class Backward:
             self.fail(error)
 
     def fail_next(self, error: BaseException) -> None:
-        """Fail the step that is open or comes next because of `error`, on all ranks, so that none waits for this one."""
+        """Fail the step that is open or comes next, on all ranks, so that none waits for this one."""
         if self._broken_off is not None:
             self.fail_all(error)
         else:

@@ -99,9 +99,7 @@ class Simulation:
             state = self.sync.init(first)
         return with_rows(state, self.world_size)
 
-    def exchange(
-        self, leaves: Leaves, state: State, *, weight: Sequence[float] | Tensor | None = None
-    ) -> Exchange:
+    def exchange(self, leaves: Leaves, state: State, *, weight: Sequence[float] | Tensor | None = None) -> Exchange:
         """Return an exchange on all ranks.
 
         Args:

@@ -90,12 +90,10 @@ class weighted(Sync):
             mine = {path: torch.where(weight == 0, torch.zeros_like(leaf), leaf) for path, leaf in mine.items()}
         device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
         scale = collectives.scale_of_weight(weight, group, device)
-        return self.inner.exchange(leaves | {path: _scaled(leaf, scale) for path, leaf in mine.items()}, state)
+        return self.inner.exchange(leaves | {path: self.scaled(leaf, scale) for path, leaf in mine.items()}, state)
 
-
-def _scaled(leaf: Tensor, scale: Tensor) -> Tensor:
-    """Return `leaf` times the scalar `scale`, of float64, rounded once."""
-    dtype = leaf.dtype.to_real()
-    if dtype.itemsize < 4:
-        return (leaf * scale.to(torch.complex64 if leaf.is_complex() else torch.float32)).to(leaf.dtype)
-    return leaf * scale.to(dtype)
+    @staticmethod
+    def scaled(leaf: Tensor, scale: Tensor) -> Tensor:
+        """Return `leaf` times the scalar `scale`, of float64, rounded once."""
+        wide = torch.promote_types(leaf.dtype, torch.float32)
+        return (leaf.to(wide) * scale.to(wide.to_real())).to(leaf.dtype)
