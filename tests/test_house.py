@@ -114,7 +114,7 @@ def test_the_page_on_architecture_names_what_is_there():
         assert any(re.search(rf"class {owner}\b[\s\S]*def {method}\b", text) for text in texts), f"{owner}.{method}"
 
 
-DERIVED = {"agrees", "gives_later", "carries"}  # from flags; `to_owners` alone sets `agrees`
+DERIVED = {"agrees", "gives_later", "carries", "takes_weight"}  # or set by one alone: `to_owners`, `weighted`
 
 
 def flags_of(cls: type) -> set[str]:

@@ -83,7 +83,7 @@ class Sync(Expression, abc.ABC):
     wraps_skipping: ClassVar[bool] = False
     """True if `exchange` does without the means that an inner pipeline leaves out: see `skips`."""
     takes_weight: ClassVar[bool] = False
-    """True for `weighted`, whose steps have a weight on each rank."""
+    """True for `weighted` alone, whose steps have a weight on each rank."""
     remembers: ClassVar[bool] = False
     """True if it adds what it keeps of earlier steps to later gradients: their losses, or a momentum."""
     wants_whole_leaves: ClassVar[bool] = False

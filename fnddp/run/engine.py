@@ -241,7 +241,8 @@ class Engine:
             ValueError: `weighted` has got no valid weight. The step has failed on all ranks.
         """
         self.refuse_after_failure()
-        require_takes_weight(self.sync, weight)
+        if weight is not None:
+            require_takes_weight(self.sync, weight)
         if state is not None:
             self._take(state)
         if isinstance(self.wire, Elastic):
