@@ -1,8 +1,8 @@
 """Messages between ranks other than payloads, for set-up and errors: never counted as traffic."""
 
 import pickle
-from collections.abc import Generator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,8 @@ from fnddp.device import device_of_backends
 from fnddp.torch_private import broadcast_coalesced, without_modes
 from fnddp.wire.c10d import C10D, C10d
 from fnddp.wire.groups import live_group, live_rank, require_alone, world_size
-from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, Work, waited
+from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, waited
 from fnddp.wire.protocol import Wire
-
-T = TypeVar("T")
 
 BROADCAST_BYTES = 250 * 2**20
 """Size of a message of `broadcast`."""
@@ -84,31 +82,14 @@ def gather_object(value: Any, group: str | None) -> list[Any]:
 
 def gather_over(wire: Wire, value: Any, group: str | None, device: torch.device) -> list[Any]:
     """Return `value`, anything that pickles, of every rank of `group`, over any wire; `device` is that of payloads."""
-    return result_of(gathering(wire, value, group, device))
-
-
-def gathering(wire: Wire, value: Any, group: str | None, device: torch.device) -> Generator[Work, None, list[Any]]:
-    """Run `gather_over`; yield before each wait, for what else is under way meanwhile."""
     with without_modes():
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-        size = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
-    sizes = yield from _gathering(wire, size, group)
-    with without_modes():
+        sizes = _gathered(wire, torch.tensor([mine.numel()], dtype=torch.int64, device=device), group)
         lengths: list[int] = sizes.flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
         padded[: mine.numel()] = mine
-    rows = yield from _gathering(wire, padded, group)
-    with without_modes():
-        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows.cpu(), lengths, strict=True)]
-
-
-def result_of(steps: Generator[Any, None, T]) -> T:
-    """Run `steps` to the end, and return their result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+        rows = _gathered(wire, padded, group).cpu()
+        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 
 def first_over(wire: Wire, value: Any, group: str | None, device: torch.device) -> Any:
@@ -118,12 +99,11 @@ def first_over(wire: Wire, value: Any, group: str | None, device: torch.device) 
     return gather_over(wire, value, group, device)[0]
 
 
-def _gathering(wire: Wire, flags: Tensor, group: str | None) -> Generator[Work, None, Tensor]:
+def _gathered(wire: Wire, flags: Tensor, group: str | None) -> Tensor:
     with without_modes():
         gathered, work = wire.vote(flags, group)
-    yield work
-    waited(work)
-    return gathered
+        waited(work)
+        return gathered
 
 
 def all_gather_bytes(value: bytes, group: str | None, wire: Wire = C10D) -> list[bytes]:
@@ -132,7 +112,7 @@ def all_gather_bytes(value: bytes, group: str | None, wire: Wire = C10D) -> list
         require_alone()
         return [value]
     mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(_device(wire, group))
-    return [bytes(row.tolist()) for row in result_of(_gathering(wire, mine, group))]
+    return [bytes(row.tolist()) for row in _gathered(wire, mine, group)]
 
 
 def _device(wire: Wire, group: str | None) -> torch.device:
