@@ -155,8 +155,7 @@ def test_a_message_travels_between_start_and_end_of_its_exchange_and_nothing_els
     for began, waited, votes in run_threads(2, watched, text, 9):
         assert began == [step for step in [*starts, *[step + plan.period for step in starts]] if step <= 9]
         assert waited == [end for end in [*ends, *[end + plan.period for end in ends]] if end <= 9]
-        asked = [each.starts for each in plan.exchanges]  # in the first of each, whether ranks give weights
-        assert votes == sorted([*asked, *set(waited)])
+        assert votes == sorted(set(waited))
 
 
 @pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", STREAMING])
@@ -415,7 +414,7 @@ def test_local_sgd_is_torchs(rank: int, kind: str):
 @pytest.mark.parametrize("delay", [0, 1])
 @on_ranks(2, threads=True)
 def test_exchanges_are_weighted_by_the_tokens_since_the_last_one(rank: int, delay: int):
-    step = outer.streaming_diloco(allreduce, every=2, fragments=1, delay=delay, lr=1, momentum=0)
+    step = outer.streaming_diloco(fnddp.weighted(allreduce), every=2, fragments=1, delay=delay, lr=1, momentum=0)
     model, _, attached = attached_model(step)
     attached_alone = outer.attach(model, None, step)
     attached.detach()
@@ -442,7 +441,7 @@ def test_exchanges_are_weighted_by_the_tokens_since_the_last_one(rank: int, dela
 @on_ranks(2, threads=True)
 def test_an_exchange_that_is_repeated_has_the_tokens_from_its_beginning(rank: int):
     model, answers = make_model(), iter([False, True])
-    step = outer.streaming_diloco(allreduce, every=2, fragments=1, delay=1, lr=1, momentum=0)
+    step = outer.streaming_diloco(fnddp.weighted(allreduce), every=2, fragments=1, delay=1, lr=1, momentum=0)
     attached = outer.attach(model, None, step, commit=lambda: next(answers))
     start = parameters(model)
     for tokens in (1 + 2 * rank, 0, 0, 5 - 4 * rank):  # the last ones are counted after the difference was taken
@@ -463,12 +462,13 @@ def test_tokens_are_kept_in_a_checkpoint(rank: int):
     found: list[Any] = []
     for is_resumed in (False, True):
         model = make_model()
-        attached = outer.attach(model, None, outer.local_sgd(every=2))
+        step = outer.local_sgd(every=2, sync=fnddp.weighted(allreduce))
+        attached = outer.attach(model, None, step)
         attached.count(1 + 2 * rank)
         attached.step()
         if is_resumed:
             saved = copy.deepcopy(attached.state_dict())
-            attached = outer.attach(model, None, outer.local_sgd(every=2))
+            attached = outer.attach(model, None, step)
             attached.load_state_dict(saved)
         for p in model.parameters():
             p.data.add_(4.0 * (rank + 1))
@@ -477,13 +477,38 @@ def test_tokens_are_kept_in_a_checkpoint(rank: int):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("delay", [0, 2])
 @on_ranks(2, threads=True)
-def test_ranks_of_which_one_counts_no_tokens_are_told_so(rank: int):
-    _, _, attached = attached_model("local_sgd(every=1)")
+def test_a_rank_without_a_weight_fails_the_exchange_on_all_where_it_ends(rank: int, delay: int):
+    text = f"streaming_diloco(weighted(error_feedback(bf16(allreduce))), every=3, fragments=1, delay={delay})"
+    model, optimizer, attached = attached_model(text)
     if rank == 0:
         attached.count(3)
-    with pytest.raises(ValueError, match="weight"):
-        attached.step()
+    train(model, optimizer, rank, range(2 + delay))
+    state = bits(attached.state)
+    says = "rank 1 failed with ValueError: weight: .*" if rank == 0 else "this rank gave none: 0 of the 1 ranks"
+    with pytest.raises(StepFailedError if rank == 0 else ValueError, match=says):
+        train(model, optimizer, rank, range(2 + delay, 3 + delay))
+    assert bits(attached.state) == state
+    attached.count(1)
+    train(model, optimizer, rank, range(3 + delay, 4 + delay))
+    assert agree(attached.state.anchor)
+    assert not agree(attached.state.inner)
+    attached.detach()
+
+
+def test_tokens_are_refused_without_a_weighted_pipeline_and_given_by_attach_alone():
+    _, _, attached = attached_model("diloco(allreduce, every=2)")
+    with pytest.raises(TypeError, match=r"count: diloco\(allreduce, every=2\) takes no weight; write weighted"):
+        attached.count(1)
+    step = outer.parse("des_loc({'params': diloco(weighted(allreduce), every=2)})")
+    assert step.takes_weight
+    assert step.over("7").groups == {"7"}
+    plan = outer.lower(step, {"params": {"w": torch.empty(4)}}, world_size=2)
+    assert [each.plan.wire_bytes for each in plan.exchanges] == [8 + 16]
+    for run in (partial(step, {"params": {}}, ()), partial(outer.simulate, step, 2)):
+        with pytest.raises(TypeError, match="only outer.attach counts"):
+            run()
 
 
 @on_ranks(2, threads=True)

@@ -156,12 +156,12 @@ def test_an_exchange_that_fails_on_one_rank_fails_on_all_of_all_workers_and_writ
 def test_a_worker_of_which_some_ranks_count_no_tokens_is_told_of_on_all_ranks(rank: int):
     mesh = workers()
     model = sharded(mesh["shard"])
-    attached = outer.attach(model, None, outer.local_sgd(every=1), group=mesh["worker"])
+    step = outer.parse("local_sgd(every=1, sync=weighted(allreduce))")
+    attached = outer.attach(model, None, step, group=mesh["worker"])
     if rank != 1:
         attached.count(3)
-    with pytest.raises(
-        ValueError, match="only 1 of the 2 ranks of its worker have called count" if rank < 2 else "weight"
-    ):
+    error = ValueError if rank < 2 else StepFailedError
+    with pytest.raises(error, match="this rank gave none: 1 of the 2 ranks of its worker called count"):
         attached.step()
     attached.count(0)
     attached.step()
@@ -236,7 +236,8 @@ def test_what_workers_disagree_about_is_an_error_on_all_ranks(rank: int):
 
 
 RESUMED = (
-    "streaming_diloco(error_feedback(quantize(two_shot, bits=4, block=16)), every=4, fragments=2, delay=2, alpha=0.5)"
+    "streaming_diloco(weighted(error_feedback(quantize(two_shot, bits=4, block=16))), every=4, fragments=2, delay=2, "
+    "alpha=0.5)"
 )
 
 

@@ -28,7 +28,7 @@ from tests.replicas import Job, Training, digest_of, meet, new_manager, on_proce
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300)]
 GRACE = 400  # ms
 EVERY = 4
-STEP = f"diloco(error_feedback(quantize(two_shot, bits=4, block=16)), every={EVERY})"
+STEP = f"diloco(weighted(error_feedback(quantize(two_shot, bits=4, block=16))), every={EVERY})"
 
 
 class Worker(Training):
@@ -151,7 +151,7 @@ def be_late(name: str, address: str, folder: Path, options: Mapping[str, Any]) -
         write(folder / "address", f"http://127.0.0.1:{own.address().rpartition(':')[2]}")
     training = Worker(seed=0)
     manager = new_manager(name, read(folder / "address"), training, init_sync=False)
-    attached = attach(manager, training.net, None, "diloco(allreduce, every=2, lr=1, momentum=0)")
+    attached = attach(manager, training.net, None, "diloco(weighted(allreduce), every=2, lr=1, momentum=0)")
     tokens = 1 + int(name[1])
 
     def steps(n: int, of: int) -> None:
@@ -235,7 +235,7 @@ def sharded_workers(name: str, address: str, folder: Path, options: Mapping[str,
     for layer in (training.net[0], training.net[2], training.net):
         fully_shard(layer, mesh=mesh)
     manager = new_manager(replica, address, training, init_sync=False, **together)
-    attached = attach(manager, training.net, None, "diloco(allreduce, every=1, lr=1, momentum=0)")
+    attached = attach(manager, training.net, None, "diloco(weighted(allreduce), every=1, lr=1, momentum=0)")
     wait_together(name, folder, 4)
 
     def move(by: float) -> None:

@@ -215,27 +215,36 @@ class Attached:
     def count(self, tokens: int) -> None:
         """Count tokens, or samples, on which this rank trains: its weight in the next exchange.
 
-        Each rank's weight is what it has counted since its last exchange; of a sharded worker, the sum of its ranks.
-        All ranks count, or none.
+        For a pipeline that is `weighted`, such as `outer.diloco(weighted(allreduce), every=30)`, for which each rank
+        calls it before an exchange, maybe with 0. Its weight is what it has counted since its last exchange; of a
+        sharded worker, the sum of its ranks.
+
+        Raises:
+            TypeError: No pipeline of the outer step is `weighted`.
         """
+        if not self.outer.takes_weight:
+            raise TypeError(
+                f"count: {self.outer!r} takes no weight; write weighted(...) around its pipeline, such as "
+                "outer.diloco(weighted(allreduce), every=30)"
+            )
         self._tokens = (self._tokens or 0) + tokens
 
-    def _weight(self, name: str) -> float | Weight | None:
+    def _weight(self, name: str) -> Weight:
         counting = self._shards.total(int(self._tokens is not None))
-        if not counting:
-            return None
         self._tokens_at[name] = self._tokens_resumed.pop(name, self._tokens or 0)
         total = self._shards.total(self._tokens_at[name] - self._tokens_sent.get(name, 0))
-        told = f"none, since only {counting} of the {self._shards.ranks} ranks of its worker have called count()"
-        return total if counting == self._shards.ranks else Weight(math.nan, told)
+        if counting < self._shards.ranks:
+            return Weight(math.nan, f"none: {counting} of the {self._shards.ranks} ranks of its worker called count()")
+        return Weight.of(total)
 
     @property
     def unsent(self) -> Mapping[str, Mapping[str, int]] | None:
         """The tokens of the ranks of a worker since each exchange, at the beginning of open ones and now.
 
-        None without `count`. All ranks of the worker ask for it, and set it. The first of them counts on from there.
+        None if no pipeline is `weighted`. All ranks of the worker ask for it, and set it. The first of them counts on
+        from there.
         """
-        if not self._shards.total(int(self._tokens is not None)):
+        if not self.outer.takes_weight:
             return None
         open_at, now = self._tokens_open(), dict.fromkeys(["", *self._tokens_sent], self._tokens or 0)
         return {

@@ -77,6 +77,12 @@ class Outer(Expression, abc.ABC):
         return frozenset(name for names in inner for name in names or ()) if None not in inner else None
 
     @property
+    def takes_weight(self) -> bool:
+        """True if one of its pipelines is `weighted`, by the tokens that `Attached.count` counts."""
+        children: list[Sync | Outer] = [*self._children()]
+        return any(child.takes_weight for child in children)
+
+    @property
     def lead(self) -> int:
         """Number of local steps before the first period; in `des_loc` the largest one of its outer steps."""
         return 0
@@ -107,8 +113,10 @@ class Outer(Expression, abc.ABC):
             The parameters after the outer step, in the tree of `params`, and the next state.
 
         Raises:
-            TypeError, ValueError: A leaf is not a dense tensor, or the state belongs to another tree.
+            TypeError, ValueError: A leaf is not a dense tensor, the state belongs to another tree, or a pipeline is
+                `weighted`.
         """
+        require_unweighted(self)
         leaves, spec = tree.flatten(params)
         with torch.no_grad(), without_autocast():
             stepped, state = self.step(leaves, state, Exchanges())
@@ -135,6 +143,12 @@ def parse(text: str) -> Outer:
     diloco(fp16(allreduce), every=30)
     """
     return read(text, ChainMap(outers, registry), Outer, "an outer step; write for example diloco(allreduce, every=30)")
+
+
+def require_unweighted(step: Outer) -> None:
+    """Raise a TypeError if `step` needs weights, which only `attach` gives it."""
+    if step.takes_weight:
+        raise TypeError(f"{step!r} needs the tokens of each rank, which only outer.attach counts; leave out weighted")
 
 
 def require_options(step: Outer, *syncs: Sync, **least: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fnddp.adapters.backward import Backward
@@ -12,7 +13,7 @@ from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines, Health
 from fnddp.run.step import Step
 from fnddp.wire.protocol import CollectiveError, Wire
-from fnddp.wire.weights import Weight
+from fnddp.wire.weights import Weight, require_valid
 
 
 class Overlapped(Exchanges):
@@ -20,14 +21,17 @@ class Overlapped(Exchanges):
 
     An error on one rank, or in its `check` as an exchange begins, ends the exchange on all ranks: that rank raises the
     error, the others `StepFailedError`. Parameters and state are then unchanged, and the next call exchanges again.
+
+    Args:
+        weight: Returns the weight of this rank in the exchange of a name, which begins: for `weighted`.
     """
 
     def __init__(
         self,
         wire: Wire,
         check: Callable[[], None],
-        other_groups: Collection[str | None] = (),
-        weight: Callable[[str], float | Weight | None] = lambda name: None,
+        other_groups: Collection[str | None],
+        weight: Callable[[str], Weight],
     ) -> None:
         self._wire, self._check, self._other_groups, self._weight = wire, check, other_groups, weight
         self._engines: dict[tuple[str, Sync], Engines] = {}
@@ -77,9 +81,12 @@ class Overlapped(Exchanges):
             )
         engine = self._engines[name, sync].of(leaves, state)
         backward = Backward(engine)
-        step = backward.begin(state=state, weight=self._weight(name))
+        weight = self._weight(name) if sync.takes_weight else None
+        step = backward.begin(state=state, weight=weight, checks_weight=False)
         self._open[name] = opened = _Open(backward, step, leaves)
         opened.attempt(self._check)
+        if weight is not None:
+            opened.attempt(partial(require_valid, weight))
         opened.attempt(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:

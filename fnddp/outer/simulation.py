@@ -10,7 +10,7 @@ from fnddp.core import tree
 from fnddp.core.state import parts
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves, Tree
-from fnddp.outer.contract import Exchanges, Outer
+from fnddp.outer.contract import Exchanges, Outer, require_unweighted
 from fnddp.simulation.simulate import Simulation, of_rank, require_rows, with_rows
 from fnddp.simulation.simulate import simulate as simulate_sync
 from fnddp.simulation.training import LocalOptimizers, MakeOptimizer, Trained, train_ranks
@@ -22,7 +22,7 @@ from fnddp.wire.simulated import Division, SimulatedRanks
 def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "OuterSimulation":
     """Return a simulation of `outer` on `world_size` virtual ranks, a function of the stacked parameters of all ranks.
 
-    `fnddp.simulate` runs its pipelines: what it documents of bit-exact carriers, errors (raised here at the exchange)
+    `fnddp.simulate` runs its pipelines, which cannot be `weighted`: what it documents of bit-exact carriers, errors (raised here at the exchange)
     and `groups` holds here too. All else is computed elementwise, for all ranks at once.
 
     >>> from fnddp import allgather, outer
@@ -32,6 +32,7 @@ def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | 
     >>> params["w"].tolist()
     [[2.5], [2.5]]
     """
+    require_unweighted(outer)
     return OuterSimulation(outer, world_size, dict(groups or {}))
 
 

@@ -226,14 +226,14 @@ class Engine:
             return None
         return self._observer.taken(len(self.plan.collectives))
 
-    def begin(self, state: State = None, *, weight: Any = None, scale: float = 1.0, fails: bool = False) -> Step:
+    def begin(self, state: State = None, *, weight: Any = None, scale: float = 1.0, checks_weight: bool = True) -> Step:
         """Begin a step, which is `step` until it ends.
 
         Args:
             state: The state to begin from; None for the one after the last step.
             weight: The weight of this rank's gradients, for `weighted`: a number of at least 0.
             scale: The factor for gradients in a step without weights.
-            fails: True for a step that this rank only fails.
+            checks_weight: False where the caller fails the step later if the weight is invalid, or in any case.
 
         Raises:
             RuntimeError: After an earlier step the ranks are desynchronized.
@@ -255,7 +255,7 @@ class Engine:
             if any(self.wire.size(group) > 1 for group in self.groups or {None}):  # other ranks may have begun
                 self.broken = error
             raise
-        if given is not None and not fails:
+        if given is not None and checks_weight:
             try:
                 require_valid(given)
                 step.advance()  # sends the weight
@@ -491,7 +491,7 @@ def begin_next(engines: Iterable[Engine]) -> None:
     """Begin the next steps of `engines`, none of which is open, for the caller to fail."""
     for engine in engines:
         with suppress(RuntimeError):  # if a step cannot begin, no rank waits for this one
-            engine.begin(fails=True)
+            engine.begin(checks_weight=False)
 
 
 class Engines:
