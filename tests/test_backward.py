@@ -105,7 +105,7 @@ def test_outputs_that_hide_tensors_are_synchronized(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_step_is_all_of_a_backward_whose_first_gradients_are_in_reentrant_checkpoints(rank: int) -> None:
-    model = DDP(Checkpointed())
+    model = DDP(Checkpointed(), sync=fnddp.weighted(allreduce))
     for _ in range(2):
         model.zero_grad()
         model(x_of(rank))

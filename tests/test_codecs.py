@@ -538,7 +538,7 @@ def test_the_majority_wins_and_zeros_and_ranks_of_weight_zero_abstain(carrier, n
     def body(rank: int) -> tuple[Tensor, Tensor, Tensor]:
         grads = {"w": BALLOTS[rank]}
         done = sync.exchange(grads, sync.init(grads))
-        weighted, _ = sync(grads, sync.init(grads), weight=float(rank != n - 1))
+        weighted, _ = fnddp.weighted(sync)(grads, sync.init(grads), weight=float(rank != n - 1))
         return done.mean["w"], done.sent["w"], weighted["w"]
 
     done = run_threads(n, body)

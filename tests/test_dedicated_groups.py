@@ -25,10 +25,11 @@ pytestmark = pytest.mark.thorough
 TWO_ROUNDS = ("two_shot", "powersgd(allreduce, rank=4)")
 
 
-def models_of(text: str) -> list[nn.Module]:
+def models_of(text: str, is_weighed: bool = False) -> list[nn.Module]:
     """Two models of equal shapes, whose messages could be taken for each other's."""
     groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(2)]
-    return [fnddp.DistributedDataParallel(nn.Linear(4, 4), sync=fnddp.parse(text), process_group=g) for g in groups]
+    sync = fnddp.parse(f"weighted({text})" if is_weighed else text)
+    return [fnddp.DistributedDataParallel(nn.Linear(4, 4), sync=sync, process_group=g) for g in groups]
 
 
 @contextmanager
@@ -51,15 +52,15 @@ def require_means(models: list[nn.Module], is_weighed: bool = False) -> None:
         torch.testing.assert_close(model.module.weight.grad, torch.full((4, 4), (which + 1) * mean))
 
 
-@pytest.mark.parametrize("weighed_from", [0, 2, 4])
+@pytest.mark.parametrize("is_weighed", [False, True])
 @pytest.mark.parametrize("text", TWO_ROUNDS)
 @on_ranks(2, 3, seconds=SECONDS)
-def test_one_backward_through_two_models_in_another_order_on_each_rank(rank: int, text: str, weighed_from: int) -> None:
-    models = models_of(text)
-    for step in range(4):
+def test_one_backward_through_two_models_in_another_order_on_each_rank(rank: int, text: str, is_weighed: bool) -> None:
+    models = models_of(text, is_weighed)
+    for _ in range(4):
         for model in models:
             model.zero_grad()
-        order, is_weighed = (0, 1) if rank == 0 else (1, 0), step >= weighed_from
+        order = (0, 1) if rank == 0 else (1, 0)
         with in_weights(models, 1 + rank if is_weighed else None):
             sum(loss_of(models, which, rank) for which in order).backward()
         require_means(models, is_weighed)
@@ -157,8 +158,9 @@ def test_an_error_in_a_backward_through_two_models_ends_it_on_all_ranks(
     rank: int, failing: int, has_reached_both: bool, is_weighed: bool, has_own_groups: bool
 ) -> None:
     """Steps that are given up end in the order in which the other ranks end theirs, and so do those to come."""
+    sync = fnddp.parse("weighted(allreduce)" if is_weighed else "allreduce")
     models = [
-        fnddp.DistributedDataParallel(Hooked(), process_group=dist.new_group() if has_own_groups else None)
+        fnddp.DistributedDataParallel(Hooked(), sync=sync, process_group=dist.new_group() if has_own_groups else None)
         for _ in range(2)
     ]
     forwards = (failing, 1 - failing) if has_reached_both else (1 - failing, failing)
@@ -184,8 +186,9 @@ def test_errors_anywhere_in_backwards_through_three_models(rank: int, seed: int)
     for _ in range(6):
         groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(3)]
         on = [alike.randrange(3) for _ in range(3)]
-        models = [fnddp.DistributedDataParallel(Hooked(), process_group=groups[which]) for which in on]
-        weighed_from, fails = alike.randrange(4), alike.randrange(3)
+        is_weighed, fails = alike.choice([False, True]), alike.randrange(3)
+        sync = fnddp.parse("weighted(allreduce)" if is_weighed else "allreduce")
+        models = [fnddp.DistributedDataParallel(Hooked(), sync=sync, process_group=groups[which]) for which in on]
         for step in range(5):
             order = alike.sample(range(3), 3)
             if len({*on}) == 3:
@@ -197,7 +200,7 @@ def test_errors_anywhere_in_backwards_through_three_models(rank: int, seed: int)
             expected = ZeroDivisionError if rank in failing else fnddp.StepFailedError
             with (
                 pytest.raises(expected) if failing else nullcontext(),
-                in_weights(models, 1 + rank if step >= weighed_from else None),
+                in_weights(models, 1 + rank if is_weighed else None),
             ):
                 sum(models[i](batch(rank, step), hooks.get(i)).sum() for i in order).backward()
             if not failing:

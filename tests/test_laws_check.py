@@ -37,8 +37,6 @@ hiding = breaking("hiding", torch.nan_to_num)
 dividing = breaking("dividing", lambda leaf: leaf / leaf.abs().max())
 misprinted = breaking("misprinted")
 misprinted.__repr__ = lambda self: repr(self.inner)
-forgetful = breaking("forgetful")
-forgetful.__call__ = lambda self, grads, state, *, weight=None: Sync.__call__(self, grads, state)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +49,6 @@ forgetful.__call__ = lambda self, grads, state, *, weight=None: Sync.__call__(se
         (writing, laws.model, r"law 3 \(.*\) .* step 0: the given gradient 'conv.weight' is off by"),
         (lying, laws.model, r"law 4 \(.*\) .* step 0: leaf 'conv.weight': .* apart, allowed"),
         (other_when_lowered, laws.bare, r"law 6 \(.*\) .* step 0 with Donation.*mean of '' is off by"),
-        (forgetful, laws.model, r"law 11 \(.*\) .* step 0: with the weights .* the mean of 'conv.weight' is off by"),
         (misprinted, laws.model, r"law 9 \(.*\) .*: parse gives allreduce"),
     ],
 )

@@ -205,7 +205,8 @@ def test_what_accumulates_is_synchronized_once(rank: int, hops: dict[str, str]):
 
 @on_ranks(2)
 def test_ranks_with_other_numbers_of_tokens_give_weights(rank: int):
-    owned, every = Owned(EXACT), Everywhere()
+    owned, every = Owned({**EXACT, "gradients": "weighted(two_shot)"}), Everywhere()
+    every.model.sync = "weighted(two_shot)"
     for each in (owned, every):
         with each.model.weight(3 - 2 * rank):
             loss_of(each.model(batch(rank, 0))).backward()

@@ -39,7 +39,7 @@ def test_nothing_given_is_changed():
     laws.law_3_inputs_are_unmodified(0, simulate(sync, 3), lambda rank, step: stacked("mixed", 3))
 
 
-WEIGHTED = ["allgather", "error_feedback(topk(two_shot, k=3))", "bf16(two_shot)"]
+WEIGHTED = ["weighted(allgather)", "weighted(error_feedback(topk(two_shot, k=3)))", "weighted(bf16(two_shot))"]
 WEIGHTS = [2.0, 0.0, 5.0]
 
 
@@ -123,8 +123,12 @@ def test_simulated_states_are_replicated_or_local_as_marked():
         ),
         (lambda: simulate(fnddp.allreduce, 3).init(RAGGED), "leaf 'b'"),
         (
-            lambda: simulate(fnddp.allreduce, 2)({"w": torch.ones(2, 1)}, (), weight=[1.0, 1.0, 1.0]),
+            lambda: simulate("weighted(allreduce)", 2)({"w": torch.ones(2, 1)}, (), weight=[1.0, 1.0, 1.0]),
             "one for each of 2 ranks, got 3",
+        ),
+        (
+            lambda: simulate("weighted(allreduce)", 2)({"w": torch.ones(2, 1)}, (), weight=[1, "a"]),
+            "on each rank, but rank 1 gave 'a'",
         ),
         (lambda: trained(fnddp.allreduce, optimizer=None), "give optimizer, .* or update, and not both"),
         (lambda: trained(fnddp.none), r"the mean of leaf 'w' is not the same on all ranks"),

@@ -209,7 +209,7 @@ def failing(text: str, found: Checker) -> None:
 
 
 def weighted(text: str, found: Checker) -> None:
-    model = module(text)
+    model = module(f"weighted({text})")
     train(model, lambda i: model.weight(2 + i % 3))
 
 

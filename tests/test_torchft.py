@@ -167,7 +167,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], Trap | None]] = {
     "accumulated gradients, an error": ({"accumulates": True}, Trap("collective 1", AT, "raise")),
     "two backwards, in the first": ({"backwards": 2, "sync": "allreduce"}, Trap("collective 1", AT)),
     "two backwards, in the second": ({"backwards": 2, "sync": "allreduce"}, Trap("collective 3", AT)),
-    "a weight": ({"weighs": True}, Trap("vote", AT)),  # the first vote is of weights
+    "a weight": ({"sync": f"weighted({LOSSY})", "weighs": True}, Trap("collective 0", AT)),  # that of the weight
     "two modules, and the simple class": ({"wrap": two_halves}, Trap("backward", AT)),
     "two modules, a step left out": (
         {"wrap": two_halves_from_the_last, "leaves_out": True},

@@ -1,490 +1,218 @@
-"""Weighted means: a weight that a rank gives is used, or is an error on all ranks; and the next step is right."""
+"""`weighted(inner)` is `inner` of gradients times n w / W; without a valid weight on a rank the step fails on all."""
 
 import math
-import random
-from contextlib import ExitStack, nullcontext, suppress
-from datetime import timedelta
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
-from fnddp import CollectiveError, DistributedDataParallel, StepFailedError, allreduce, fp16
-from fnddp.simulation.ranks import run_threads
+from fnddp import DistributedDataParallel, StepFailedError, allreduce, error_feedback, fp16, weighted
+from fnddp.laws import bits
 from fnddp.wire.c10d import C10d
-from fnddp.wire.weights import scale_of
 from tests.ranks import on_ranks
 
-HALF = 1e-3  # of float16 on the wire
-PIPELINES = ["allreduce", "fp16(allreduce, check=True)"]  # with a plan, and without one
+NAN = float("nan")
+INNER = [
+    *("allreduce", "error_feedback(bf16(allreduce))", "powersgd(allreduce, rank=1, min_compression_rate=0)"),
+    *("partition({'own': none, '*': two_shot})", "fp16(allreduce, check=True)"),  # the last one without a plan
+]
+WEIGHTS: list[tuple[Any, Any]] = [(3, 1), (0, 2.5), (1e300, 1e300), (torch.tensor(2), 0.3), (5, 0)]
 INVALID: list[tuple[Any, str]] = [  # and what errors call it
-    *(("a", "'a'"), ("3", "'3'"), (None, "None"), (float("nan"), "nan"), (float("inf"), "inf"), (-1, "-1"), (1j, "1j")),
-    *((10**400, "10000"), (10**5000, "a int"), ([3], r"\[3\]"), (torch.tensor(-1.0), r"tensor\(-1\.\)")),
-    *((torch.ones(2), r"tensor\(\[1\., 1\.\]\)"), (torch.tensor(1j), r"tensor\(0\.\+1\.j\)")),
+    *((None, "none"), ("3", "'3'"), (NAN, "nan"), (math.inf, "inf"), (-1, "-1"), (1j, "1j"), (10**5000, "a int")),
+    *((1.1e300, r"1\.1e\+300"), ([3], r"\[3\]"), (torch.ones(2), r"tensor\(\[1\., 1\.\]\)")),
 ]
 
 
-def wrapped(text: str = "allreduce", **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(nn.Linear(1, 1, bias=False), sync=fnddp.parse(text), **options)
+def gradients(rank: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return {"own": torch.randn(2, generator=generator), "w": torch.randn(6, 4, generator=generator)}
 
 
-def loss(model: nn.Module, rank: int) -> Tensor:
-    """Its gradient is `rank + 1`."""
-    return model(torch.full((1, 1), rank + 1.0)).sum()
+class Given(nn.Module):
+    """A module whose gradients are its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.w = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(6, 4))
+
+    def forward(self, grads: dict[str, Tensor]) -> Tensor:
+        return sum((p * grads[name]).sum() for name, p in self.named_parameters())
 
 
-def grad(model: nn.Module) -> float:
-    (parameter,) = model.parameters()
-    assert parameter.grad is not None
-    return parameter.grad.item()
+def by_class(sync: Any) -> Any:
+    model = DistributedDataParallel(Given(), sync=sync)
+
+    def run(grads: Any, state: Any, weight: Any) -> Any:
+        model.zero_grad()
+        with nullcontext() if weight is None else model.weight(weight):
+            model(grads).backward()
+        return {name: p.grad for name, p in model.module.named_parameters()}, model.sync_state
+
+    return run
 
 
-def weighted(n: int) -> float:
-    """The mean of `rank + 1` where a rank's weight is `rank + 1` too."""
-    return sum((rank + 1) ** 2 for rank in range(n)) / sum(rank + 1 for rank in range(n))
+WAYS = {"class": by_class, "jit": fnddp.jit, "call": lambda sync: sync}
 
 
-def require_steps(model: DistributedDataParallel, rank: int) -> None:
-    n = torch.distributed.get_world_size()
-    model.zero_grad()
-    loss(model, rank).backward()
-    assert grad(model) == pytest.approx((n + 1) / 2, rel=HALF)
-    model.zero_grad()
-    with model.weight(rank + 1):
-        loss(model, rank).backward()
-    assert grad(model) == pytest.approx(weighted(n), rel=HALF)
+def by_hand(inner: Any, rank: int, step: int, state: Any) -> tuple[Any, Any]:
+    """Return `inner` of scaled gradients; those of weight 0 count as zeros, though `weighted` gets NaN."""
+    first, second = map(float, WEIGHTS[step])
+    scale = torch.tensor((first, second)[rank] / ((first + second) / 2), dtype=torch.float64).float()
+    return inner({name: g * scale if inner.reduces(name) else g for name, g in gradients(rank, step).items()}, state)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("text", INNER)
+@on_ranks(2)
+def test_a_weighted_mean_is_the_plain_mean_of_scaled_gradients_to_the_bit(rank: int, text: str, way: str) -> None:
+    inner = fnddp.parse(text)
+    run, state = WAYS[way](weighted(inner)), inner.init(gradients(0, 0))
+    for step, weights in enumerate(WEIGHTS):
+        want, after = by_hand(inner, rank, step, state)
+        factor = {name: NAN if not weights[rank] and inner.reduces(name) else 1.0 for name in want}
+        grads = {name: factor[name] * g for name, g in gradients(rank, step).items()}
+        assert bits(run(grads, state, weight=weights[rank])) == bits((want, after)), step
+        state = after
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("text", [INNER[1], INNER[-1]])
+@on_ranks(2)
+def test_a_step_without_a_valid_weight_on_all_ranks_fails_and_loses_nothing(rank: int, text: str, way: str) -> None:
+    inner, everyone = fnddp.parse(text), way == "call"  # which has no vote, so all ranks name all
+    run, state = WAYS[way](weighted(inner)), inner.init(gradients(0, 0))
+    for step, (given, shown) in enumerate(INVALID):
+        error, says = {
+            (False, 0): (StepFailedError, f"rank 1 failed with ValueError: weight: .* this rank gave {shown}"),
+            (False, 1): (ValueError, f"this rank gave {shown}"),
+        }.get((everyone, rank), (ValueError, f"on each rank, but rank 1 gave {shown}"))
+        with pytest.raises(error, match=says):
+            run(gradients(rank, 99), state, weight=3 if rank == 0 else given)
+        with pytest.raises(ValueError, match="all ranks gave 0, so there is no mean"):
+            run(gradients(rank, 99), state, weight=0)
+        step %= len(WEIGHTS)
+        want = by_hand(inner, rank, step, state)
+        assert bits(run(gradients(rank, step), state, weight=WEIGHTS[step][rank])) == bits(want)
+        state = want[1]
+
+
+def line(sync: Any = "weighted(allreduce)", part: nn.Module | None = None) -> DistributedDataParallel:
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    return DistributedDataParallel(layer if part is None else nn.Sequential(layer, part), sync=sync)
+
+
+@on_ranks(2)
+def test_a_block_weighs_backwards_that_begin_in_it_and_what_no_sync_accumulated(rank: int) -> None:
+    model, x = line(), torch.full((1, 1), rank + 1.0)
+    loss = model(x).sum()  # not in the block: only the backward counts
+    with model.weight(7), model.weight(1 + 2 * rank):
+        with model.no_sync():
+            model(x).sum().backward()
+        loss.backward()
+    assert model.module.weight.grad.item() == 2 * (1 * 1 + 2 * 3) / 4
+    with pytest.raises(ZeroDivisionError), model.weight(1):
+        raise ZeroDivisionError
+    with pytest.raises(ValueError, match="gave none"):
+        model(x).sum().backward()
+
+
+@on_ranks(2)
+def test_models_and_parts_of_one_backward_have_weights_of_their_own(rank: int) -> None:
+    part = line()
+    first, second, plain = line(part=part), line("weighted(error_feedback(fp16(allreduce)))"), line("allreduce")
+    models, x = (first, part, second, plain), torch.full((1, 1), rank + 1.0)
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+        of_part = nullcontext() if (rank, step) == (1, 1) else part.weight(3 - 2 * rank)
+        fails = pytest.raises(ValueError if rank else StepFailedError, match="gave none")
+        with fails if step == 1 else nullcontext(), first.weight(1 + 2 * rank), of_part, second.weight(1):
+            sum(model(x).sum() for model in (first, second, plain)).backward()
+        if step != 1:
+            assert [p.grad.item() for p in first.parameters()] == [1.75, 1.25]
+            assert [model.module.weight.grad.item() for model in (second, plain)] == [1.5, 1.5]
 
 
 @on_ranks(2, 3)
-def test_a_block_is_for_each_step_that_begins_or_whose_forward_runs_in_it(rank: int) -> None:
-    n = torch.distributed.get_world_size()
-    model = wrapped()
-    with model.weight(rank + 1):
-        first, second = loss(model, rank), 10 * loss(model, rank)
-    first.backward()
-    assert grad(model) == pytest.approx(weighted(n))
-    model.zero_grad()
-    loss(model, rank).backward()
-    assert grad(model) == pytest.approx((n + 1) / 2)
-    model.zero_grad()
-    second.backward()
-    assert grad(model) == pytest.approx(10 * weighted(n))
-    model.zero_grad()
-    with model.weight(rank + 1):
-        loss(model, rank).backward()
-        model.zero_grad()
-        loss(model, rank).backward()
-    assert grad(model) == pytest.approx(weighted(n))
-    model.zero_grad()
-    made = loss(model, rank) + loss(model, rank)
-    with model.weight(rank + 1):  # the backward's own is for all forwards outside of blocks
-        made.backward()
-    assert grad(model) == pytest.approx(2 * weighted(n))
-    require_steps(model, rank)
+def test_ranks_without_inputs_have_the_weight_0_within_join(rank: int) -> None:
+    counts, n = [5, 2, 3], torch.distributed.get_world_size()
+    model, want = line(), 1.0
+    for step in range(max(counts[:n])):
+        left = [(1 + other, 1.0 + other + step) for other in range(n) if step < counts[other]]
+        want -= 0.1 * sum(weight * grad for weight, grad in left) / sum(weight for weight, _ in left)
+    with model.join():
+        for step in range(counts[rank]):
+            model.zero_grad()
+            with model.weight(1 + rank):
+                model(torch.full((1, 1), 1.0 + rank + step)).sum().backward()
+            with torch.no_grad():
+                model.module.weight -= 0.1 * model.module.weight.grad
+    torch.testing.assert_close(model.module.weight.item(), want)
 
 
 @on_ranks(2)
-def test_a_block_may_hold_what_no_sync_accumulates_and_forwards_without_gradients(rank: int) -> None:
-    model = wrapped()
-    with model.weight(rank + 1):
-        with model.no_sync():
-            loss(model, rank).backward()
-        loss(model, rank).backward()
-    assert grad(model) == pytest.approx(2 * weighted(2))
-    with torch.no_grad(), model.weight(rank + 1):
-        loss(model, rank)
-    require_steps(model, rank)
+def test_torch_compile_takes_a_tensor_as_weight(rank: int) -> None:
+    sync = weighted(error_feedback(fp16(allreduce)))
+    grads, state = gradients(rank, 0), sync.init(gradients(rank, 0))
+
+    @partial(torch.compile, backend="aot_eager", fullgraph=True)
+    def step(grads: Any, state: Any, weight: Tensor) -> Any:
+        return sync(grads, state, weight=weight)
+
+    for weight in (1 + 2 * rank, rank):
+        mean, _ = step({name: g if weight else g * NAN for name, g in grads.items()}, state, torch.tensor(weight))
+        want, _ = sync(grads, state, weight=weight)
+        torch.testing.assert_close(mean, want)
+    for bad in (-1, NAN, 0):
+        with pytest.raises(RuntimeError, match="weight: one is negative or not finite, or all ranks gave 0"):
+            step(grads, state, torch.tensor(bad))
 
 
 @on_ranks(2)
-def test_a_weight_goes_on_with_another_pipeline(rank: int) -> None:
-    model = wrapped()
-    with model.weight(rank + 1):
-        model.sync = fp16(allreduce)
-        loss(model, rank).backward()
-    assert grad(model) == pytest.approx(weighted(2), rel=HALF)
-    model.zero_grad()
-    with model.weight(rank + 1):
-        made = loss(model, rank)
-    model.sync = allreduce
-    made.backward()
-    assert grad(model) == pytest.approx(weighted(2))
-    require_steps(model, rank)
-
-
-@on_ranks(2)
-def test_a_backward_that_reaches_no_parameter_leaves_the_weight_to_the_one_that_does(rank: int) -> None:
-    model = wrapped()
-    with torch.no_grad():
-        model.module.weight.fill_(1.0)
-    x = torch.ones(1, 1, requires_grad=True)
-    with model.weight(rank + 1):
-        made = model(x * (rank + 1))
-    (slope,) = torch.autograd.grad(made.sum(), x, create_graph=True)  # (rank + 1) times the parameter
-    slope.backward()
-    assert grad(model) == pytest.approx(weighted(2))
-    require_steps(model, rank)
-
-
-@pytest.mark.parametrize("alone", [False, True])
-@on_ranks(2)
-def test_parts_that_are_wrapped_have_a_weight_of_their_own(rank: int, alone: bool) -> None:
-    part = wrapped(process_group=torch.distributed.new_group())
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(1, 1, bias=False), part))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0)
-    with (
-        pytest.raises((RuntimeError, StepFailedError), match="give each its weight first"),
-        nullcontext() if alone and rank == 1 else model.weight(1.0),
-    ):
-        loss(model, rank).backward()
-    model.zero_grad()
+def test_the_plan_sends_the_weight_ahead_of_gradients(rank: int) -> None:
+    plan = fnddp.lower(weighted(fp16(allreduce)), gradients(0, 0), world_size=2)
+    assert [each.wire_bytes for each in plan.collectives] == [8, 52]
+    assert "all_reduce sum float64[1] over 2 ranks, 8 B, ahead of gradients: weight" in str(plan)
+    wire, seen = C10d(), list[str]()
+    start = wire.start
+    wire.start = lambda kind, send, *rest: seen.append(f"{kind.name} of {send.dtype}") or start(kind, send, *rest)
+    model = DistributedDataParallel(Given(), sync=weighted(fp16(allreduce)), wire=wire)
+    for p in model.module.parameters():
+        p.register_hook(lambda _: seen.append("gradient"))
     for _ in range(2):
-        with part.weight(rank + 1), model.weight(rank + 1):
-            loss(model, rank).backward()
-        assert [p.grad.item() for p in model.parameters()] == [pytest.approx(weighted(2))] * 2
-        model.zero_grad()
+        seen.clear()
+        with model.weight(1):
+            model(gradients(rank, 0)).backward()
+        assert seen == ["all_reduce of torch.float64", "gradient", "gradient", "all_reduce of torch.float16"]
 
 
-TWO: dict[str, tuple[int | None, int | None]] = {  # the weights of the forwards of a backward
-    "two": (3, 5),
-    "one, then another": (None, 3),
-    "one, then none": (3, None),
+REFUSED: dict[str, Any] = {
+    r"stands outermost; write weighted\(error_feedback\(": "error_feedback(weighted(allreduce))",
+    r"stands outermost; write weighted\(partition\(": "partition({'a': weighted(allreduce), '*': allreduce})",
+    r"stands outermost; write weighted\(switch\(": "switch({0: weighted(allreduce), 2: allreduce})",
+    "takes sum over ranks, and only a mean can be weighted": "weighted(all_reduce(op='sum'))",
+    "over several process groups": "weighted(partition({'a': allreduce, '*': all_reduce(group='7')}))",
+    "does not say over which process group": lambda: weighted(fnddp.from_hook(allreduce_hook, None)),
+    "value_and_grad: .* takes no weight": lambda: fnddp.value_and_grad(Given(), weighted(allreduce)),
+    "register: torch's class gives": lambda: fnddp.register(TorchDDP(Given()), weighted(allreduce)),
+    r"allreduce takes none; write weighted\(allreduce\)": lambda: [
+        way(allreduce)(gradients(0, 0), (), weight=2) for way in WAYS.values()
+    ],
 }
 
 
-def misused(model: DistributedDataParallel, rank: int, misuse: str) -> None:
-    if misuse in TWO:
-        made = []
-        for weight in TWO[misuse]:
-            with nullcontext() if weight is None else model.weight(weight):
-                made.append(loss(model, rank))
-        sum(made).backward()
-        return
-    with model.weight(rank + 1):
-        if misuse == "no_sync":
-            with model.no_sync():
-                loss(model, rank).backward()
-        elif misuse == "no_grad":
-            with torch.no_grad():
-                loss(model, rank)
-        elif misuse == "nested":
-            with model.weight(7):
-                loss(model, rank).backward()
-        elif misuse == "raises":
-            loss(model, rank)
-            raise ZeroDivisionError("no data")
-        elif misuse == "raises in backward":
-            made = loss(model, rank)
-            made.register_hook(lambda _: 1 / 0)
-            made.backward()
-
-
-def raises(of_this_rank: bool, error: type[Exception], match: str, told: str = "") -> Any:
-    """The error of this rank, or of rank 1 as this one is told of it."""
-    return pytest.raises(error, match=match) if of_this_rank else pytest.raises(StepFailedError, match=told or match)
-
-
-def used_without(text: str = "allreduce") -> DistributedDataParallel:
-    """A model whose steps had no weights, so that the first one that has them begins without an exchange of them."""
-    model = wrapped(text)
-    loss(model, torch.distributed.get_rank()).backward()
-    model.zero_grad()
-    return model
-
-
-@pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("misuse", ["no_sync", "nothing", "no_grad", "nested", "raises", "raises in backward", *TWO])
-@on_ranks(2)
-def test_a_weight_that_is_misused_is_an_error_on_all_ranks(rank: int, misuse: str, alone: bool) -> None:
-    error, match = {
-        "nested": (RuntimeError, f"the weight 7 is given within a block of the weight {rank + 1}"),
-        "raises": (ZeroDivisionError, "no data"),
-        "raises in backward": (ZeroDivisionError, ""),
-        **dict.fromkeys(TWO, (RuntimeError, "a backward was given the weights? ")),
-    }.get(misuse, (RuntimeError, f"the weight {rank + 1} was given for nothing"))
-    told = "rank 1 failed with (RuntimeError: .*weight|ZeroDivisionError|RuntimeError: its backward did not finish)"
-    # With an exchange of weights, all ranks would compare those of their first gradients, which differ in `TWO`.
-    models = [] if misuse in TWO else [wrapped()] * 2
-    for model in [*models, used_without()]:
-        before, does = model.sync_stats()["failed_steps"], rank == 1 or not alone
-        with raises(does, error, match, told), model.weight(3) if misuse in TWO and not does else nullcontext():
-            misused(model, rank, misuse) if does else loss(model, rank).backward()
-        assert model.sync_stats()["failed_steps"] == before + 1
-        require_steps(model, rank)
-
-
-@pytest.mark.parametrize("text", PIPELINES)
-@on_ranks(2)
-def test_a_weight_that_is_none_or_that_one_rank_alone_gives_is_an_error_on_all(rank: int, text: str) -> None:
-    nobody = object()
-    for given, others, match in [
-        (3, nobody, "rank 1 gave 3, and .*rank 0 gave none"),
-        *((bad, 1, f"must be a number, finite and not negative, but rank 1 gave {shown}") for bad, shown in INVALID),
-    ]:
-        fresh, step, weight = wrapped(text), fnddp.jit(fnddp.parse(text)), given if rank else others
-        for model in (fresh, fresh, used_without(text)):
-            model.zero_grad()
-            with pytest.raises(ValueError, match=match), nullcontext() if weight is nobody else model.weight(weight):
-                loss(model, rank).backward()
-            require_steps(model, rank)
-            if given is None:  # jit takes that for no weight
-                continue
-            grads = {"w": torch.full((2,), rank + 1.0)}
-            for run in (step, step.sync) if others is not nobody else (step,):
-                with pytest.raises(ValueError, match=match):
-                    run(grads, (), weight=None if weight is nobody else weight)
-                mean, _ = run(grads, (), weight=torch.tensor([rank + 1]))
-                assert mean["w"].tolist() == pytest.approx([weighted(2)] * 2, rel=HALF)
-                if run is step:
-                    assert run(grads, ())[0]["w"].tolist() == pytest.approx([1.5] * 2, rel=HALF)
-
-
-@pytest.mark.parametrize("alone", [True, False])
-@on_ranks(2)
-def test_a_pipeline_that_knows_no_weights_fails_the_step_on_all_ranks(rank: int, alone: bool) -> None:
-    model, does = wrapped("all_reduce(op='sum')"), rank == 1 or not alone
-    error, match = ValueError, "takes a sum, which knows no weights" if does else "rank 1 gave 1, and rank 0 gave none"
-    with pytest.raises(error, match=match), model.weight(1) if does else nullcontext():
-        loss(model, rank).backward()
-    model.zero_grad()
-    loss(model, rank).backward()
-    assert grad(model) == 3
-
-
-@pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("is_caught_within", [False, True])
-@pytest.mark.parametrize("has_one_backward", [False, True])
-@pytest.mark.parametrize("has_own_groups", [False, True])
-@on_ranks(2)
-def test_an_error_in_the_weight_blocks_of_two_models_fails_the_steps_of_both_on_all_ranks(
-    rank: int, has_own_groups: bool, has_one_backward: bool, is_caught_within: bool, alone: bool
-) -> None:
-    """Which of the two other ranks run first, this rank does not know."""
-    groups = [torch.distributed.new_group() if has_own_groups else None for _ in range(2)]
-    models = [
-        DistributedDataParallel(nn.Linear(n, 1, bias=False), process_group=g)
-        for n, g in zip((1, 2), groups, strict=True)
-    ]
-    inputs = [torch.full((1, n), rank + 1.0) for n in (1, 2)]
-    for step in range(6):
-        fails = step in (0, 2, 4)
-        does = fails and (rank == 1 or not alone)
-        error = ZeroDivisionError if does else StepFailedError
-        order = models if step < 3 else models[::-1]
-        for model in models:
-            model.zero_grad()
-        with pytest.raises(error, match="no data") if fails else nullcontext(), models[0].weight(rank + 1):
-            with suppress(ZeroDivisionError) if is_caught_within else nullcontext(), models[1].weight(rank + 1):
-                if does:
-                    raise ZeroDivisionError("no data")
-                losses = {model: model(inputs[models.index(model)]).sum() for model in order}
-                for loss in [sum(losses.values())] if has_one_backward else losses.values():
-                    loss.backward()
-            if does:
-                raise ZeroDivisionError("no data")
-        if not fails:
-            for model in models:
-                torch.testing.assert_close(model.module.weight.grad, torch.full_like(model.module.weight, weighted(2)))
-
-
-@pytest.mark.parametrize("has_own_groups", [False, True])
-@pytest.mark.parametrize("blocks", [(0, 1), (1, 0), (1,)])
-@on_ranks(2)
-def test_an_error_in_the_first_of_two_backwards_within_weight_blocks_leaves_no_rank_waiting(
-    rank: int, blocks: tuple[int, ...], has_own_groups: bool
-) -> None:
-    """Its step is open, and other ranks end it before that of the second backward, which this rank leaves out."""
-    groups = [torch.distributed.new_group() if has_own_groups else None for _ in range(2)]
-    models = [DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=group) for group in groups]
-
-    def fail(_: Tensor) -> None:
-        raise ZeroDivisionError("no data")
-
-    for step in range(4):
-        hook = models[0].module.weight.register_hook(fail) if step == 1 and rank == 0 else None
-        for model in models:
-            model.zero_grad()
-        error = ZeroDivisionError if rank == 0 else StepFailedError
-        with pytest.raises(error, match="no data") if step == 1 else nullcontext(), ExitStack() as stack:
-            for block in blocks:
-                stack.enter_context(models[block].weight(rank + 1))
-            for made in [loss(model, rank) for model in models]:
-                made.backward()
-        if hook is not None:
-            hook.remove()
-        if step != 1:
-            assert [grad(m) for m in models] == [pytest.approx(weighted(2) if i in blocks else 1.5) for i in (0, 1)]
-
-
-@on_ranks(2)
-def test_an_error_in_the_first_weight_blocks_after_steps_without_ends_the_run_where_models_share_a_group(rank: int):
-    """The other ranks may be in the step of either model, whose messages differ."""
-    group = torch.distributed.new_group(timeout=timedelta(seconds=3))
-    models = [DistributedDataParallel(nn.Linear(n, 1, bias=False), process_group=group) for n in (1, 2)]
-
-    def step(raises: bool = False) -> None:
-        for model in reversed(models):
-            if raises:
-                raise ZeroDivisionError("no data")
-            model(torch.ones(1, model.module.in_features)).sum().backward()
-
-    step()
-    error = (ZeroDivisionError, "no data") if rank else (CollectiveError, "another rank|Another rank")
-    with pytest.raises(error[0], match=error[1]), models[0].weight(1), models[1].weight(1):
-        step(raises=rank == 1)
-    with pytest.raises(RuntimeError, match="ranks may be desynchronized"):
-        step()
-
-
-@pytest.mark.parametrize("misuse", ["part without a weight", "nothing", "raises"])
-@on_ranks(2)
-def test_an_error_in_the_weight_blocks_of_a_module_and_its_part_is_one_on_all_ranks(rank: int, misuse: str) -> None:
-    part = wrapped()
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(1, 1, bias=False), part))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0)
-    told = "give each its weight first|was given for nothing|no data"
-    for step in range(5):
-        fails = step in (0, 2)
-        does = rank == 1 and fails
-        model.zero_grad()
-        with ExitStack() as stack:
-            if fails:
-                stack.enter_context(
-                    pytest.raises((RuntimeError, ZeroDivisionError) if does else StepFailedError, match=told)
-                )
-            if not (does and misuse == "part without a weight"):
-                stack.enter_context(part.weight(rank + 1))
-            stack.enter_context(model.weight(rank + 1))
-            if does and misuse == "raises":
-                raise ZeroDivisionError("no data")
-            if not does:
-                loss(model, rank).backward()
-        if not fails:
-            assert [p.grad.item() for p in model.parameters()] == [pytest.approx(weighted(2))] * 2
-
-
-class Voting(C10d):
-    votes = 0
-
-    def vote(self, flags: Tensor, group: str | None) -> Any:
-        self.votes += 1
-        return super().vote(flags, group)
-
-
-@on_ranks(2)
-def test_steps_without_weights_send_nothing_more_after_the_first(rank: int) -> None:
-    wire = Voting()
-    model = wrapped(wire=wire)
-    votes: list[int] = []
-    for weight in (None, None, rank + 1, rank + 1, None):
-        before = wire.votes
-        model.zero_grad()
-        with nullcontext() if weight is None else model.weight(weight):
-            loss(model, rank).backward()
-        assert grad(model) == pytest.approx(1.5 if weight is None else weighted(2))
-        votes.append(wire.votes - before)
-    assert votes == [2, 1, 3, 2, 2]  # the first asks whether ranks give any, the third whether all do
-
-
-@on_ranks(2, 3)
-def test_weights_whose_sum_is_no_float_count(rank: int) -> None:
-    n = torch.distributed.get_world_size()
-    model, grads = wrapped(), {"w": torch.full((2,), rank + 1.0)}
-    for huge in (1e308, 1.7e308):
-        model.zero_grad()
-        with model.weight(huge):
-            loss(model, rank).backward()
-        assert grad(model) == pytest.approx((n + 1) / 2)
-        for run in (allreduce, fnddp.jit(allreduce), torch.compile(allreduce, backend="eager")):
-            mean, _ = run(grads, (), weight=torch.tensor(huge, dtype=torch.float64))
-            assert mean["w"].tolist() == pytest.approx([(n + 1) / 2] * 2)
-
-
-def test_scales_are_those_of_the_definition_to_the_bit():
-    generator = random.Random(0)
-    for _ in range(2000):
-        weights = [generator.choice([generator.random(), generator.randrange(1, 10**6)]) for _ in range(5)]
-        assert scale_of(weights[0], weights) == 5 * weights[0] / math.fsum(weights)
-
-
-def test_a_simulation_names_ranks_without_a_valid_weight():
-    simulated = fnddp.simulate(allreduce, 2)
-    grads = {"w": torch.tensor([[1.0], [2.0]])}
-    with pytest.raises(ValueError, match="must be a number, finite and not negative, but rank 1 gave 'a'"):
-        simulated(grads, (), weight=[1, "a"])
-    mean, _ = simulated(grads, (), weight=[1e308, 1e308])
-    assert mean["w"].tolist() == [1.5]
-
-
-@on_ranks(2, threads=True)
-def test_weights_that_are_all_0_are_an_error_on_all_ranks(rank: int):
-    grads = {"w": torch.full((3,), float(rank + 1))}
-    for run in (allreduce, fnddp.jit(allreduce)):
-        with pytest.raises(ValueError, match="all of 2 ranks gave 0"):
-            run(grads, (), weight=0.0)
-        mean, _ = run(grads, (), weight=float(rank))
-        assert mean["w"].tolist() == [2.0] * 3  # the next step works
-
-
-@pytest.mark.parametrize(
-    ("text", "grads", "match"),
-    [
-        ("allreduce", {"w": torch.ones(2), "count": torch.tensor([1])}, "leaf 'count' is torch.int64"),
-        ("allreduce", {"flag": torch.tensor([True])}, "leaf 'flag' is torch.bool"),
-        ("all_reduce(op='max')", {"w": torch.ones(2)}, "takes a max"),
-        ("all_reduce(op='sum')", {"w": torch.ones(2)}, "takes a sum"),
-        (
-            "partition({'a': allreduce, '*': all_reduce(group='7')})",
-            {"a": torch.ones(1), "b": torch.ones(1)},
-            "several",
-        ),
-    ],
-)
-def test_weights_without_a_mean_are_refused(text, grads, match):
-    sync = fnddp.parse(text)
-    with pytest.raises(ValueError, match=match):
-        sync(grads, sync.init(grads), weight=2.0)
-    if "7" not in text:
-        with pytest.raises(ValueError, match=match):
-            fnddp.jit(sync)(grads, sync.init(grads), weight=2.0)
-
-
-EXPERTS = "error_feedback(partition({'expert': none, '*': fp16(allreduce)}))"
-
-
-def check_experts(rank: int) -> None:
-    weights = [1.0, 3.0]
-    mine = {"expert": torch.full((2,), rank + 1.0), "shared": torch.full((2,), rank + 1.0)}
-    sync = fnddp.parse(EXPERTS)
-    state = sync.init(mine)
-    for run in (sync, fnddp.jit(sync)):
-        for _ in range(2):  # jit asks for weights in the first step, and exchanges them at once in the second
-            mean, _ = run(mine, state, weight=weights[rank])
-            assert mean["shared"].tolist() == [1.75, 1.75]
-            assert mean["expert"].tolist() == [rank + 1.0, rank + 1.0]
-        mean, _ = run(mine, state, weight=1.0 - rank)
-        assert mean["expert"].tolist() == [rank + 1.0, rank + 1.0]
-
-
-def test_a_weight_leaves_gradients_alone_that_are_not_reduced():
-    run_threads(2, check_experts)
-
-
-@on_ranks(2)
-def test_weights_over_a_group_that_a_hook_does_not_name_are_refused(rank):
-    groups = [torch.distributed.new_group([0]), torch.distributed.new_group([1])]
-    hook = fnddp.from_hook(allreduce_hook, groups[rank])
-    with pytest.raises(ValueError, match="from_hook.* does not say over which process group"):
-        hook({"w": torch.ones(2)}, (), weight=1.0 + rank)
-    model = fnddp.DistributedDataParallel(nn.Linear(8, 4), sync=hook)
-    with pytest.raises(ValueError, match="does not say over which process group"), model.weight(1 + rank):
-        model(torch.ones(1, 8)).sum().backward()
-    model.zero_grad()
-    model(torch.ones(1, 8)).sum().backward()  # the next step works
+@on_ranks(1)
+def test_what_takes_no_weight_or_cannot_be_weighted_is_refused_by_name(rank: int) -> None:
+    for says, made in REFUSED.items():
+        with pytest.raises(TypeError, match=says):
+            fnddp.parse(made) if isinstance(made, str) else made()
+    for run in (weighted(allreduce), fnddp.jit(weighted(allreduce))):
+        with pytest.raises(ValueError, match=r"leaf 'count' is torch.int64, which cannot be scaled"):
+            run({"count": torch.tensor([1])}, (), weight=2)

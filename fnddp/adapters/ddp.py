@@ -245,7 +245,7 @@ def register(
     Raises:
         RankMismatchError: On all ranks, if they disagree about the pipeline, the parameters or the state.
         RuntimeError: The model has a hook already.
-        TypeError: `model` is not a `DistributedDataParallel`.
+        TypeError: `model` is not a `DistributedDataParallel`; the pipeline is `weighted`.
         ValueError: DDP was told to skip unused parameters.
 
     >>> import torch.distributed as dist
@@ -277,6 +277,11 @@ def register(
                 "step may not begin, or not end; leave it out, or take fnddp.DistributedDataParallel, which knows it"
             )
         given = pipeline_of("register: sync", pipeline)
+        if given.takes_weight:
+            raise TypeError(
+                f"register: torch's class gives a step no weight, which {given!r} needs; take "
+                "fnddp.DistributedDataParallel, or leave out weighted and scale the loss"
+            )
         handles.append(Handle(model, given.over(group, unnamed_only=True), wire, backend))
         parameters = handles[0]._parameters  # pyright: ignore[reportPrivateUsage]
         return {"the backend": str(backend), **description(given, parameters, handles[0].state)}

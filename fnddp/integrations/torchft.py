@@ -426,8 +426,9 @@ def attach(
     and then goes on with those that have come, if they are more than half of those that live. A late one joins the next
     exchange: its parameters move as far as the anchor has moved in the meantime, so that its difference counts there,
     by all the tokens that `Attached.count` has counted since its last exchange if the pipeline is `weighted`. A new
-    replica begins at the anchor of the others, with no tokens; the state of its optimizer is its own. If a replica is lost in an exchange, that is discarded, and the next
-    step of the others exchanges. After an exchange, anchors of all that have committed it are equal to the bit.
+    replica begins at the anchor of the others, with no tokens; the state of its optimizer is its own. If a replica is
+    lost in an exchange, that is discarded, and the next step of the others exchanges. After an exchange, anchors of all
+    that have committed it are equal to the bit.
 
     The wrong choice with a delay, if several fragments are under way at a time: a manager has one quorum.
 

@@ -153,7 +153,7 @@ class Collective:
         op: The reduction on the wire: "sum" (also for a mean, whose inputs are divided first), "max" or "min"; None
             for a kind that reduces nothing.
         dtype: The dtype of all payloads; torch.uint8 where they differ.
-        depth: 0 if it depends on gradients only, 1 if it depends on results of depth 0, and so on; -1 if on no gradient.
+        depth: 0 if it depends on gradients only, 1 if it depends on results of depth 0, and so on; -1 if on none.
         bucket: The number of the bucket of gradients that it is for.
         slot: Its position in the software pipeline: that of the bucket in the order of arrival, plus `depth`.
         width: Columns of the buffer: those of all payloads, and zeros behind them, so that each rank's row is aligned.

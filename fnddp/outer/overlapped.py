@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from fnddp.adapters.backward import Backward
@@ -13,7 +12,7 @@ from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine, Engines, Health
 from fnddp.run.step import Step
 from fnddp.wire.protocol import CollectiveError, Wire
-from fnddp.wire.weights import Weight, require_valid
+from fnddp.wire.weights import Weight
 
 
 class Overlapped(Exchanges):
@@ -82,11 +81,9 @@ class Overlapped(Exchanges):
         engine = self._engines[name, sync].of(leaves, state)
         backward = Backward(engine)
         weight = self._weight(name) if sync.takes_weight else None
-        step = backward.begin(state=state, weight=weight, checks_weight=False)
+        step = backward.begin(state=state, weight=weight)
         self._open[name] = opened = _Open(backward, step, leaves)
         opened.attempt(self._check)
-        if weight is not None:
-            opened.attempt(partial(require_valid, weight))
         opened.attempt(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:

@@ -22,8 +22,8 @@ from fnddp.wire.simulated import Division, SimulatedRanks
 def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "OuterSimulation":
     """Return a simulation of `outer` on `world_size` virtual ranks, a function of the stacked parameters of all ranks.
 
-    `fnddp.simulate` runs its pipelines, which cannot be `weighted`: what it documents of bit-exact carriers, errors (raised here at the exchange)
-    and `groups` holds here too. All else is computed elementwise, for all ranks at once.
+    `fnddp.simulate` runs its pipelines, which cannot be `weighted`: what it documents of bit-exact carriers, errors
+    (raised here at the exchange) and `groups` holds here too. All else is computed elementwise, for all ranks at once.
 
     >>> from fnddp import allgather, outer
     >>> sim = simulate(outer.local_sgd(every=1, sync=allgather), world_size=2)

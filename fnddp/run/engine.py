@@ -38,7 +38,7 @@ from fnddp.show.trace import Observer, Taken, debug_level
 from fnddp.wire.c10d import C10D, C10d, with_dedicated_groups
 from fnddp.wire.groups import World, identity, live_group
 from fnddp.wire.protocol import Elastic, Wire
-from fnddp.wire.weights import Weight, require_valid
+from fnddp.wire.weights import Weight
 
 SLOW_SECONDS = 2
 """Seconds after which a lowering is logged, since the step that waits for it seems to hang."""
@@ -226,19 +226,17 @@ class Engine:
             return None
         return self._observer.taken(len(self.plan.collectives))
 
-    def begin(self, state: State = None, *, weight: Any = None, scale: float = 1.0, checks_weight: bool = True) -> Step:
+    def begin(self, state: State = None, *, weight: Any = None, scale: float = 1.0) -> Step:
         """Begin a step, which is `step` until it ends.
 
         Args:
             state: The state to begin from; None for the one after the last step.
-            weight: The weight of this rank's gradients, for `weighted`: a number of at least 0.
+            weight: The weight of this rank's gradients, for `weighted`. Without a valid one `Step.agree` raises.
             scale: The factor for gradients in a step without weights.
-            checks_weight: False where the caller fails the step later if the weight is invalid, or in any case.
 
         Raises:
             RuntimeError: After an earlier step the ranks are desynchronized.
             TypeError: A weight is given to another pipeline than `weighted`.
-            ValueError: `weighted` has got no valid weight. The step has failed on all ranks.
         """
         self.refuse_after_failure()
         if weight is not None:
@@ -255,9 +253,8 @@ class Engine:
             if any(self.wire.size(group) > 1 for group in self.groups or {None}):  # other ranks may have begun
                 self.broken = error
             raise
-        if given is not None and checks_weight:
+        if given is not None:
             try:
-                require_valid(given)
                 step.advance()  # sends the weight
             except BaseException as error:
                 step.fail(error)
@@ -491,7 +488,7 @@ def begin_next(engines: Iterable[Engine]) -> None:
     """Begin the next steps of `engines`, none of which is open, for the caller to fail."""
     for engine in engines:
         with suppress(RuntimeError):  # if a step cannot begin, no rank waits for this one
-            engine.begin(checks_weight=False)
+            engine.begin()
 
 
 class Engines:

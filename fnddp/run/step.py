@@ -22,7 +22,7 @@ from fnddp.wire.c10d import C10d, start_into
 from fnddp.wire.counter import count_payload
 from fnddp.wire.kinds import Work, waited
 from fnddp.wire.protocol import CollectiveError
-from fnddp.wire.weights import Weight
+from fnddp.wire.weights import Weight, require_valid
 
 POLL_SECONDS = 2e-4
 """Seconds between two checks of open collectives, while gradients arrive that complete no segment."""
@@ -294,12 +294,14 @@ class Step:
 
         Raises:
             StepFailedError: Another rank has failed in this step.
-            ValueError: On all ranks: all weights are 0.
+            ValueError: This rank has no valid weight, which `weighted` needs; on all ranks: all weights are 0.
             CollectiveError: A collective failed, or on an accelerator a rank in this or the last step. Ranks may be
                 desynchronized.
         """
         require_noticed(self.notices)
         self._require_unfailed()
+        if self._weight is not None:
+            require_valid(self._weight)
         for step in self._open_ahead():
             step._go_ahead()
         self._is_ending = True

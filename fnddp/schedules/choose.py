@@ -62,6 +62,7 @@ class partition(Sync):
             raise ValueError(f"partition: a pattern occurs twice in {[pattern for pattern, _ in rules]}")
         # Compiled here: Dynamo can trace a match, but not the translation of a pattern.
         object.__setattr__(self, "_compiled", compiled_patterns(dict(rules)))
+        super().__post_init__()
 
     def split(self, leaves: Leaves) -> dict[str, Leaves]:
         """Return the leaves of each pattern."""
@@ -206,6 +207,7 @@ class switch(Sync):
             raise ValueError(f"switch: the first of the stages begins at step 0, others later, got the steps {steps}")
         by_step = dict(zip(steps, (sync for _, sync in pairs), strict=True))
         object.__setattr__(self, "stages", tuple((step, by_step[step]) for step in sorted(by_step)))
+        super().__post_init__()
 
     def init(self, grads: Tree) -> State:
         stages: dict[str, State] = {}

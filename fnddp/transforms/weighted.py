@@ -95,5 +95,5 @@ class weighted(Sync):
     @staticmethod
     def scaled(leaf: Tensor, scale: Tensor) -> Tensor:
         """Return `leaf` times the scalar `scale`, of float64, rounded once."""
-        wide = torch.promote_types(leaf.dtype, torch.float32)
-        return (leaf.to(wide) * scale.to(wide.to_real())).to(leaf.dtype)
+        wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
+        return (wide * scale.to(wide.real.dtype)).to(leaf.dtype)

@@ -110,7 +110,7 @@ def by_jit(rank: int, device: str, x: Tensor, text: str) -> Callable[[int], None
 
 
 def with_weights(rank: int, device: str, x: Tensor) -> Callable[[int], None]:
-    model = module(device)
+    model = module(device, f"weighted({FEEDBACK})")
     return steps_of(model, lambda _: model(x).square().mean(), lambda i: model.weight(3 + rank + i))
 
 
@@ -147,7 +147,7 @@ def by_shards(rank: int, device: str, x: Tensor, gradients: str | None, weights:
 
 def by_weighted_shards(rank: int, device: str, x: Tensor) -> Callable[[int], None]:
     model = sharded(mesh_of(device, 1, 2)["shard"])
-    shards = compress_shards(model, "bf16(two_shot)")
+    shards = compress_shards(model, "weighted(bf16(two_shot))")
     return steps_of(model, lambda _: model(x)["out"].square().mean(), lambda i: shards.weight(2 + rank + i))
 
 
@@ -246,7 +246,7 @@ ROWS: list[tuple[int, Callable[..., Any], tuple[Any, ...], Any]] = [
     *((2, way, (FEEDBACK,), BEFORE) for way in (by_register, by_value_and_grad, by_jit)),
     *((2, by_the_module, (text,), BEFORE) for text in [*TEXTS, *CLIPPED]),
     (2, by_the_module, ("fp16(allreduce, check=True)",), {NOTICE: 1, "transforms/cast.py item": 1}),
-    (2, with_weights, (), {NOTICE: 1, SUM: 1}),
+    (2, with_weights, (), BEFORE),
     (2, without_a_gradient, (), [{SUM: 1}, {NOTICE: 1}]),
     (2, with_grads_kept, (FEEDBACK,), BEFORE),
     (2, with_grads_kept, (SUMS,), {NOTICE: 1, "adapters/module/steps.py item": 1}),
@@ -256,7 +256,7 @@ ROWS: list[tuple[int, Callable[..., Any], tuple[Any, ...], Any]] = [
     (2, by_shards, ("bf16(two_shot)", None), BEFORE),
     (2, by_shards, ("error_feedback(quantize(two_shot, bits=4))", None), BEFORE),
     (2, by_shards, (None, "ef21(fp16(allgather))"), {"integrations/fsdp/unit.py item": 4}),
-    (2, by_weighted_shards, (), {NOTICE: 1, SUM: 1}),
+    (2, by_weighted_shards, (), BEFORE),
     (2, by_replicas, (), BEFORE),
     (4, by_both_axes, (), BEFORE),
     (2, by_outer_steps, ("diloco(allreduce, every=4)",), BEFORE),

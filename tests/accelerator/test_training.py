@@ -25,7 +25,6 @@ from fnddp import outer
 from fnddp.integrations.checkpoint import load, save
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards, own_matrices
 from fnddp.laws import bits
-from fnddp.run.vote import Vote
 from tests.accelerator.conftest import ORDERS
 from tests.pipelines import nestings
 from tests.sharded import meshes, sharded
@@ -152,7 +151,7 @@ def accumulating(rank: int, device: str) -> Any:
 
 
 def weighted(rank: int, device: str) -> Any:
-    model = module(device)
+    model = module(device, f"weighted({POWERSGD})")
     train(rank, device, model, lambda step: model.weight(3 + 2 * rank + step))
     return result(model, model.sync_state)
 
@@ -192,14 +191,10 @@ class _SumOfGradients(torch.autograd.Function):
         return grad
 
 
-def beside_collectives_of_the_model(rank: int, device: str, has_weights: bool) -> Any:
-    """Weights of ranks, or that there are none, are here in time on the second rank alone."""
-    model = module(device, "fp16(allreduce)")
+def beside_collectives_of_the_model(rank: int, device: str) -> Any:
+    model = module(device, "weighted(fp16(allreduce))")
     model.module.norm.register_forward_hook(lambda _module, _inputs, x: _SumOfGradients.apply(x))
-    around = model.weight if has_weights else lambda _: nullcontext()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Vote, "is_weighed", property(lambda _: rank == 1))
-        train(rank, device, model, lambda step: around(3 + 2 * rank + step))
+    train(rank, device, model, lambda step: model.weight(3 + 2 * rank + step))
     return result(model)
 
 
@@ -322,7 +317,7 @@ def with_shards(rank: int, device: str, gradients: str, weights: str | None) -> 
 
 def with_weighted_shards(rank: int, device: str) -> Any:
     model = sharded(mesh_of(device, 1, 2)["shard"])
-    shards = compress_shards(model, "two_shot")
+    shards = compress_shards(model, "weighted(two_shot)")
     train_shards(device, model, lambda step: shards.weight(2 + rank + step))
     return result(model, shards.state)
 
@@ -393,7 +388,7 @@ LEVELS = [
 TWO: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     *((way, (text,)) for way, text in product(WAYS, PIPELINES[:4])),
     *((each, ()) for each in (accumulating, weighted, without_some_gradients, with_two_models_in_a_backward)),
-    *((beside_collectives_of_the_model, (has_weights,)) for has_weights in (False, True)),
+    (beside_collectives_of_the_model, ()),
     *((each, ()) for each in (with_the_optimizer_on_another_stream, on_another_stream, reading_means_late)),
     *((each, ()) for each in (with_autocast, with_a_checkpoint, with_weighted_shards)),
     *((with_a_loss_scaler, (text,)) for text in (POWERSGD, QUANTIZED)),

@@ -216,10 +216,11 @@ class Branches(nn.Module):
 def test_gradients_that_are_added_to_on_some_ranks(rank: int, weighs: bool) -> None:
     """The mean of an earlier backward is in `.grad`; where a later one does not reach the parameter, it counts, too."""
     used = [[[0, 1], [0, 1]], [[0, 2], [0, 1]], [[1], [2]], [[0], [0]]]  # in each backward, on each rank
-    ours, theirs = DDP(Branches()), TorchDDP(Branches(), find_unused_parameters=True)
+    ours = DDP(Branches(), sync="weighted(allreduce)" if weighs else "allreduce")
+    theirs = TorchDDP(Branches(), find_unused_parameters=True)
     for i, of_ranks in enumerate(used):
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * i + rank))
-        with ours.weight(3.0) if weighs and i else nullcontext():  # the first weight begins a step again
+        with ours.weight(3.0) if weighs else nullcontext():
             ours(x, of_ranks[rank]).backward()
         theirs(x, of_ranks[rank]).backward()
         assert_same_grads(ours, theirs)
@@ -314,8 +315,7 @@ def check_join_by_hand(rank: int, text: str, counts: list[int], divide: bool) ->
     of_state = {**tolerance, "atol": 5 * tolerance["atol"]}
     torch.testing.assert_close(dict(model.module.named_parameters()), dict(plain.named_parameters()), **tolerance)
     torch.testing.assert_close(fnddp.state_dict(model.sync_state), fnddp.state_dict(state), **of_state)
-    with model.weight(1.0):  # which join refuses: all goes on as before, without a factor
-        step(model, batch(rank, 99))
+    step(model, batch(rank, 99))
     by_hand(sync, plain, state, batch(rank, 99))
     torch.testing.assert_close(grads_of(model), grads_of(plain), **tolerance)
 
