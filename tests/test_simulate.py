@@ -27,7 +27,8 @@ def test_a_simulated_mean_has_no_dimension_of_ranks(name):
     """Whatever a mean is decoded to is made from what all ranks have, and not from the ranks' own leaves."""
     simulation = simulate(fnddp.parse(EXAMPLES[name]), 3)
     grads = {"a.weight": torch.randn(3, 6, 5), "b": torch.randn(3, 7)}
-    done = simulation.exchange(grads, simulation.init(grads))
+    weight = [1.0, 2.0, 3.0] if simulation.sync.takes_weight else None
+    done = simulation.exchange(grads, simulation.init(grads), weight=weight)
     for path, mean in done.mean.items():
         assert mean.shape == grads[path].shape[1:]
     kept, _ = simulate(fnddp.none, 3)(grads, ())  # where each rank keeps its own
@@ -36,7 +37,11 @@ def test_a_simulated_mean_has_no_dimension_of_ranks(name):
 
 def test_nothing_given_is_changed():
     sync = fnddp.parse("error_feedback(quantize(two_shot, bits=4, rounding='stochastic'))")
-    laws.law_3_inputs_are_unmodified(0, simulate(sync, 3), lambda rank, step: stacked("mixed", 3))
+    simulation, grads = simulate(sync, 3), stacked("mixed", 3)
+    state = simulation.init(grads)
+    before = bits((grads, state))
+    simulation(grads, state)
+    assert bits((grads, state)) == before
 
 
 WEIGHTED = ["weighted(allgather)", "weighted(error_feedback(topk(two_shot, k=3)))", "weighted(bf16(two_shot))"]
@@ -211,11 +216,15 @@ def test_a_step_without_an_update_changes_no_parameter_and_keeps_the_state():
 
 @pytest.mark.parametrize("text", ["lloyd_max(two_shot)", *one_of(9, EXAMPLES.values())])
 def test_no_number_depends_on_torchs_default_dtype_or_device(text):
-    sync, grads = fnddp.parse(text), [laws.mixed(rank, 0) for rank in range(2)]
+    sync = fnddp.parse(text)
+    weight = 3.0 if sync.takes_weight else None
+    grads = [(laws.mixed if weight is None else laws.model)(rank, 0) for rank in range(2)]
 
     def results():
-        mean, state = sync(grads[0], sync.init(grads[0]))
-        return laws.bits([mean, *sync(grads[1], state)]), fnddp.lower(sync, grads[0], world_size=2).wire_bytes
+        mean, state = sync(grads[0], sync.init(grads[0]), weight=weight)
+        return laws.bits([mean, *sync(grads[1], state, weight=weight)]), fnddp.lower(
+            sync, grads[0], world_size=2
+        ).wire_bytes
 
     want = results()
     torch.set_default_dtype(torch.float64)

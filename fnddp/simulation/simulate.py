@@ -140,7 +140,9 @@ class Simulation:
             # An operation without a rule for vmap (PowerSGD's segment_reduce) runs rank by rank.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             try:
-                made = iter(torch.func.vmap(of_a_rank)(ranks, dense, rows, weights))
+                made = iter(
+                    torch.func.vmap(of_a_rank, (0, 0, 0, None if weights is None else 0))(ranks, dense, rows, weights)
+                )
             except RuntimeError as error:
                 if reads_values(error):
                     raise self._refusal(
