@@ -23,6 +23,7 @@ from fnddp.run.choose import AUTO
 from fnddp.schedules.choose import partition, warmup
 from fnddp.transforms.cast import cast
 from fnddp.transforms.memory import ef21, error_feedback
+from fnddp.transforms.weighted import weighted
 
 ELEMENTWISE = frozenset(
     {
@@ -310,7 +311,9 @@ def first_hop(who: str, gradients: str | Sync) -> Sync:
     sync = pipeline_of(f"{who}: gradients", gradients)
     for each in all_in(sync):
         is_plain = isinstance(each, two_shot_mean) and not each.server_memory
-        if not (is_plain or _is_codec(each) or isinstance(each, error_feedback | partition | warmup | to_owners)):
+        if not (
+            is_plain or _is_codec(each) or isinstance(each, error_feedback | partition | warmup | weighted | to_owners)
+        ):
             raise TypeError(
                 f"{who}: gradients={sync!r} cannot end at the owners, because of {each!r}; give two_shot, with codecs "
                 "around it and error_feedback around these: 'error_feedback(quantize(two_shot, bits=4))'"
