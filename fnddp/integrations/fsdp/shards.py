@@ -328,6 +328,8 @@ def fitting(what: str, sync: Pipeline) -> Sync | None:
     sync = pipeline_of(name, sync)
     inner = sync.inner if what == "gradients" and isinstance(sync, weighted) else sync
     for each in inner.children() if isinstance(inner, partition) else [inner]:
+        if each.takes_weight and each is not sync:
+            raise TypeError(f"{name}: {each!r} stands outermost; write weighted(partition({{...}}))")
         require_codecs(what, each, *((ef21, allgather) if what == "weights" else (error_feedback, two_shot)))
     return sync
 
