@@ -67,13 +67,15 @@ def test_replicas_of_one_shard_beside_tensor_parallel(rank: int) -> None:
     ours = tensor_parallel(mesh["shard"], mesh["tp"])
     compress_replicas(ours, "allreduce", mesh["replicate"])
     both = tensor_parallel(mesh["shard"], mesh["tp"])
-    handle = compress(both, mesh["replicate", "shard"], gradients="two_shot", replicas="allreduce")
+    compress(both, mesh["replicate", "shard"], gradients="two_shot", replicas="allreduce")
     for model in (native, ours, both):
         train(model, steps)
     assert torch.equal(local(ours), local(native))
     assert torch.equal(local(both), local(native))
-    with handle.weight(3):
-        loss(both, steps[0]).backward()
+    weighted = tensor_parallel(mesh["shard"], mesh["tp"])
+    handle = compress_replicas(weighted, "weighted(allreduce)", mesh["replicate"])
+    with handle.weight(1 + rank // 2):
+        loss(weighted, steps[0]).backward()
     lossy = tensor_parallel(mesh["shard"], mesh["tp"])
     compress_replicas(lossy, "error_feedback(powersgd(allreduce, rank=1))", mesh["replicate"])
     train(lossy, steps)
@@ -375,7 +377,7 @@ def test_weights_of_tokens_on_two_meshes(rank: int) -> None:
     """Ranks whose tokens go to the same experts give one weight, the number of these; others are named errors."""
     mesh = meshes(2, 2, names="expert_shard expert")
     model, plain = in_one_module(mesh, 4.0), in_one_process()
-    handle = compress_shards(model, {"*.expert.*": LOSSY, "*": TWO_SHOT})
+    handle = compress_shards(model, f"weighted(partition({{'*.expert.*': {LOSSY}, '*': {TWO_SHOT}}}))")
     sizes = [3, 4, 5, 8]
     x = torch.randn(sizes[rank], 8, generator=torch.Generator().manual_seed(rank))
     plain(torch.cat(everyones(x))).square().mean().backward()

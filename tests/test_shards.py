@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,6 @@ def change(*models: nn.Module, by: Callable[[Tensor], Tensor]) -> None:
 
 
 def nothing(_: bool) -> None: ...
-
-
-@contextmanager
-def both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
-    with first, second:
-        yield
 
 
 def along_columns(parameter: nn.Parameter) -> Shard | None:
@@ -265,8 +259,7 @@ def test_backward_finds_the_differences_of_its_forward(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_nested_blocks_of_no_sync_and_weight(rank: int) -> None:
-    """A block within no_sync does not end it; one of a weight within another raises."""
+def test_a_block_of_no_sync_within_another_does_not_end_it(rank: int) -> None:
     x, y = batches(2)
     ours = sharded()
     handle = compress_shards(ours, "two_shot")
@@ -277,10 +270,6 @@ def test_nested_blocks_of_no_sync_and_weight(rank: int) -> None:
         assert handle.steps == 0
     loss(ours, x).backward()
     assert handle.steps == 1
-    with handle.weight(3):
-        with pytest.raises(RuntimeError, match="within a block of the weight 3"), handle.weight(4):
-            pass
-        loss(ours, x).backward()
 
 
 @on_ranks(2)
@@ -316,19 +305,23 @@ def test_statistics_are_those_of_the_next_step(rank: int) -> None:
     assert told[0] > told[1] > told[2]
 
 
+@pytest.mark.parametrize("weights", [(), (3, 1)], ids=["plain", "weighted"])
 @on_ranks(2)
-def test_error_feedback_loses_nothing(rank: int) -> None:
+def test_error_feedback_loses_nothing(rank: int, weights: tuple[int, ...]) -> None:
     """A layer that a step leaves out keeps what it has; a parameter that is unfrozen later has memory from then on."""
     ours = sharded(frozen=True)
-    handle = compress_shards(ours, "error_feedback(sign(two_shot))")
+    sync = "error_feedback(sign(two_shot))"
+    handle = compress_shards(ours, f"weighted({sync})" if weights else sync)
     expected: dict[str, Tensor] = {}
     for step, x in enumerate(batches(4)):
         extra = step != 2
         ours.layers[1].weight.requires_grad_(step > 0)
-        loss(ours, x, extra=extra).backward()
+        shares = [each / sum(weights) for each in weights[:: -1 if step % 2 else 1]] or [0.5, 0.5]
+        with handle.weight(12 * shares[rank]) if weights else nullcontext():
+            loss(ours, x, extra=extra).backward()
         for name, grad in local_grads(x, extra).items():
             if step > 0 or name != "layers.1.weight":
-                expected[name] = expected.get(name, torch.zeros(())) + sum(everyones(grad)) / dist.get_world_size()
+                expected[name] = expected.get(name, torch.zeros(())) + sum(everyones(grad * shares[rank]))
     kept = {name: each for state in handle.state.values() for name, each in state.residual.items()}
     for name, out in whole_grads(ours).items():
         assert kept[name].shape == out.shape
@@ -354,70 +347,102 @@ def test_padding_counts_in_no_average(rank: int) -> None:
         torch.testing.assert_close(whole_grads(ours)[name], torch.tensor(np.concatenate(means)).float())
 
 
+WEIGHTED = {"gradients": "weighted(two_shot)", "replicas": "weighted(allreduce)"}
+LOSSY_WEIGHTED = {
+    "gradients": "weighted(error_feedback(quantize(two_shot, bits=4)))",
+    "replicas": "weighted(error_feedback(powersgd(allreduce, rank=1)))",
+}
+
+
 @on_ranks(2, pytest.param(4, marks=pytest.mark.thorough))
 def test_weights_of_tokens(rank: int) -> None:
-    """The mean is that of all tokens of all shards and replicas, also where half of the ranks have none."""
+    """The mean is that of all tokens of all shards and replicas, also where half of the ranks have none, and NaN."""
     n, tokens = dist.get_world_size(), [1, 4, 2, 3]
     for replicas in (1, 2, 4)[:n]:
         mesh = meshes(replicas, n // replicas)
-        model = sharded(mesh["shard"])
-        handle: Any = compress_shards(model, "two_shot")
-        if replicas > 1:
-            handle = compress_replicas(model, "allreduce", mesh["replicate"])
+        model = sharded(mesh["shard"], reshard_after_forward=False)
+        handle = compress(model, mesh, **WEIGHTED)
         for seed, used in ((5, range(n)), (6, range(n // 2, n))):
             x = batches(1, seed)[0][: tokens[rank]]
-            value = loss(model, x)
-            with handle.weight(len(x) if rank in used else 0):
-                value.backward()
+            with WireCounter() as counter:
+                value = loss(model, x)
+                with handle.weight(100), handle.weight(len(x) if rank in used else 0):
+                    (value if rank in used else value * torch.nan).backward()
             pooled = torch.cat([everyones(x)[r] for r in used])
             torch.testing.assert_close(whole_grads(model), local_grads(pooled), rtol=1e-4, atol=1e-6)
+            if n == 2 * replicas:  # where no weights are gathered again
+                assert counter.wire_bytes == sum(axis.wire_bytes for axis in handle.plan.axes)
             model.zero_grad()
 
 
 @pytest.mark.thorough
 @on_ranks(4)
 def test_tokens_of_several_backwards(rank: int) -> None:
-    """The weight of the last is for all that no_sync has kept whole; what replicas have added up has none."""
+    """The weight of the last is for all that no_sync has kept whole; replicas would add up what has none."""
     mesh, tokens = meshes(2, 2), [(1, 3), (4, 2), (2, 2), (3, 1)]
     parts = [x[:count] for x, count in zip(batches(2), tokens[rank], strict=True)]
     pooled = torch.cat([torch.cat(each) for each in everyones(parts)])
-
-    def backward(no_sync: Callable[[Any], Any]) -> Any:
-        model = sharded(mesh["shard"])
-        handle = compress(model, mesh, gradients="two_shot", replicas="allreduce")
-        share = [len(part) / sum(tokens[rank]) for part in parts]
-        with no_sync(handle):
-            (loss(model, parts[0]) * share[0]).backward()
-        with handle.weight(sum(tokens[rank])):
-            (loss(model, parts[1]) * share[1]).backward()
-        return model
-
-    model = backward(lambda handle: handle.no_sync())
+    model = sharded(mesh["shard"])
+    handle = compress(model, mesh, **WEIGHTED)
+    share = [len(part) / sum(tokens[rank]) for part in parts]
+    with handle.no_sync():
+        (loss(model, parts[0]) * share[0]).backward()
+    with handle.weight(sum(tokens[rank])):
+        (loss(model, parts[1]) * share[1]).backward()
     torch.testing.assert_close(whole_grads(model), local_grads(pooled), rtol=1e-4, atol=1e-6)
-    with pytest.raises(RuntimeError, match="weight: in no_sync of replicas, shards average"):
-        backward(lambda handle: handle.replicas.no_sync())
-    with pytest.raises(RuntimeError, match="weight: in no_sync of replicas, shards average"):
-        backward(lambda handle: both(handle.replicas.no_sync(), handle.weight(1)))
+    assert handle.replicas is not None
+    with pytest.raises(TypeError, match="no_sync: shards average the gradients of each backward"):
+        handle.replicas.no_sync().__enter__()
+
+
+@pytest.mark.parametrize("axes", ["shards", "replicas", "both"])
+@on_ranks(2, pytest.param(4, marks=pytest.mark.thorough))
+def test_a_step_without_weights_fails_on_all_ranks(rank: int, axes: str) -> None:
+    """Where one is missing or invalid, or all are 0: the state is left, and the next step works."""
+    n = dist.get_world_size()
+    shape = {"shards": (1, n), "replicas": (n, 1), "both": (n // 2, 2)}[axes]
+    mesh, (first, odd, last) = meshes(*shape), batches(3)
+    models = [sharded(mesh["shard"]) for _ in range(2)]
+    if axes == "shards":
+        handles: list[Any] = [compress_shards(model, LOSSY_WEIGHTED["gradients"]) for model in models]
+    else:
+        handles = [compress(model, mesh, **LOSSY_WEIGHTED) for model in models]
+    for model, handle in zip(models, handles, strict=True):
+        with handle.weight(1 + rank):
+            loss(model, first).backward()
+    before, state = bits(whole_grads(models[0])), bits(handles[0].state)
+    for given, text in ((None, "gave none"), (-1, "gave -1"), (0, "all ranks gave 0")):
+        is_odd = rank == n - 1 or given == 0
+        kind = ValueError if is_odd else StepFailedError
+        with pytest.raises(kind, match=text), handles[0].weight(given if is_odd else 5):
+            loss(models[0], odd).backward()
+        assert bits(whole_grads(models[0])) == before or axes == "replicas"  # where they are to be cleared
+        assert bits(handles[0].state) == state
+    for model, handle in zip(models, handles, strict=True):
+        model.zero_grad()
+        with handle.weight(1 + rank):
+            loss(model, last).backward()
+    assert bits(whole_grads(models[0])) == bits(whole_grads(models[1]))
+    assert bits(handles[0].state) == bits(handles[1].state)
 
 
 @on_ranks(2)
-def test_what_is_no_weight_raises_on_all_ranks(rank: int) -> None:
-    (x,) = batches(1)
-    model = sharded()
-    handle = compress_shards(model, "two_shot")
-    for given, text in ((0, "all of 2 ranks gave 0"), (-rank, "rank 1 gave -1"), (None, "rank 0 gave 5, and rank 1")):
-        value = loss(model, x)
-        number = 5 if given is None else given
-        block = nullcontext() if given is None and rank == 1 else handle.weight(number)
-        with pytest.raises(ValueError, match=text), block:
-            value.backward()
-    with pytest.raises(RuntimeError, match="given for nothing"), handle.weight(3):
-        pass
-    assert all(p.grad is None for p in model.parameters())
-    train(model, batches(1))
-    replicas = compress_replicas(sharded(), "allreduce", meshes(1, 2)["replicate"])
-    with pytest.raises(TypeError, match="FSDP itself averages .* before compress_replicas"), replicas.weight(1):
-        pass
+def test_pipelines_without_weights_are_refused_where_they_are_needed(rank: int) -> None:
+    """Before a step: by `weight`, and where FSDP or the pipeline of the other axis takes a plain mean."""
+    mesh = meshes(1, 2)
+    for of_shards, of_replicas, text in (
+        (None, WEIGHTED["replicas"], "shards take the plain mean; call compress_shards.* before compress_replicas"),
+        ("two_shot", WEIGHTED["replicas"], "shards take the plain mean"),
+        (WEIGHTED["gradients"], "allreduce", r"write weighted\(all_reduce"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            compress(sharded(mesh["shard"]), mesh, gradients=of_shards, replicas=of_replicas)
+    with pytest.raises(TypeError, match="FSDP itself averages over replicas here"):
+        compress_shards(sharded(meshes(2, 1)), WEIGHTED["gradients"])
+    with pytest.raises(TypeError, match=r"write weighted\(partition\("):
+        compress_shards(sharded(), {"extra.*": "two_shot", "*": "weighted(two_shot)"})
+    with pytest.raises(TypeError, match=r"write weighted\(two_shot\)"):
+        compress_shards(sharded(), "two_shot").weight(3).__enter__()
 
 
 @pytest.mark.parametrize("where", [(fnddp.quantize, "encode"), (Step, "feed")], ids=["shards", "replicas"])

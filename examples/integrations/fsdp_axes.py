@@ -32,9 +32,9 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer, Compressed]:
     handle = compress(
         model,
         mesh,
-        gradients="error_feedback(quantize(two_shot, bits=4))",
+        gradients="weighted(error_feedback(quantize(two_shot, bits=4)))",
         weights="quantize(allgather)",
-        replicas="error_feedback(powersgd(bf16(allreduce), rank=2))",
+        replicas="weighted(error_feedback(powersgd(bf16(allreduce), rank=2)))",
     )
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), handle
 

@@ -51,9 +51,13 @@ class Weight:
 def require_valid(weight: Weight) -> None:
     """Raise a ValueError unless this rank's `weight` is valid."""
     if not weight.is_valid:
-        raise ValueError(
-            f"weight: must be a number of at least 0 and at most {_HIGHEST:g}, but this rank gave {weight.text}"
-        )
+        raise no_weight(weight)
+
+
+def no_weight(weight: Weight) -> ValueError:
+    return ValueError(
+        f"weight: must be a number of at least 0 and at most {_HIGHEST:g}, but this rank gave {weight.text}"
+    )
 
 
 def require_weights(everyone: Sequence[Weight]) -> None:

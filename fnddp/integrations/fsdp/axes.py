@@ -19,7 +19,7 @@ from fnddp.integrations.fsdp.plan import AxesPlan, Axis, axes_of
 from fnddp.integrations.fsdp.replicas import Replicas, compress_replicas
 from fnddp.integrations.fsdp.rows import Rows
 from fnddp.integrations.fsdp.shards import Pipeline, Shards, fitting, set_up_shards, unsynchronized
-from fnddp.integrations.fsdp.unit import Messages, Traffic, traffic_of
+from fnddp.integrations.fsdp.unit import Messages, Traffic, traffic_of, unweighted
 from fnddp.outer.contract import Outer
 from fnddp.outer.contract import parse as parse_outer
 from fnddp.outer.plan import lower as lower_outer
@@ -98,7 +98,7 @@ class Compressed:
         return {**own, **sent, **of_replicas}
 
     def weight(self, count: float) -> AbstractContextManager[None]:
-        """Weight this rank's gradients by `count` in the means over all ranks: see `Shards.weight`."""
+        """Weight this rank's gradients by `count` in the means over all ranks, for `weighted`: see `Shards.weight`."""
         handle: Any = self.replicas or self.shards
         return handle.weight(count)
 
@@ -166,10 +166,11 @@ def plan_axes(
         like = next(iter(parameters.values()))
         rows = Rows({path: p.shape for path, p in parameters.items()}, dict.fromkeys(parameters, 0), n)
         again = n if name else None
-        traffic.append(traffic_of(rows, rows, of_gradients, of_weights, (like.dtype, like.dtype), again))
+        traffic.append(traffic_of(rows, rows, unweighted(of_gradients), of_weights, (like.dtype, like.dtype), again))
         # Of the first rank, which has most.
         local |= {path: p.new_empty(-(-p.shape[0] // n), *p.shape[1:]) for path, p in parameters.items()}
-    axes = [*axes_of(traffic, of_gradients, of_weights, n)]
+    sends_weight = of_gradients is not None and of_gradients.takes_weight
+    axes = [*axes_of(traffic, of_gradients, of_weights, n, sends_weight)]
     if sizes["replicas"] > 1:
         plans = [each.plan for each in period(pipeline, local, world_size=sizes["replicas"])]
         axes.append(_of_replicas(pipeline, max(plans, key=lambda plan: plan.wire_bytes), sizes["replicas"]))
@@ -208,7 +209,8 @@ def compress(
         model: After `fully_shard` over the last dimension of `mesh`, of the model as a whole too.
         mesh: Its shards; or its replicas and shards, in two dimensions with names, as for HSDP.
         gradients: The pipeline of gradients between shards: see `compress_shards`. `"two_shot"` sends them as they are,
-            and is needed for means weighted by tokens. A dict of pipelines by pattern, too.
+            and `"weighted(two_shot)"` for means over tokens; the pipeline between replicas is `weighted` then, too. A
+            dict of pipelines by pattern, too.
         weights: That of weights between shards: see there.
         replicas: That of gradients between replicas: see `compress_replicas`.
 

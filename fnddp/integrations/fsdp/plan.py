@@ -34,8 +34,8 @@ class Axis:
 class AxesPlan:
     """The messages of a step of a model by axis: of one forward, and a backward that synchronizes all gradients.
 
-    A step that accumulates k micro-batches sends the messages of weights k times, but with `ef21` once. The weights of
-    ranks in a mean, and votes, are left out: they are a few bytes. Printed, it is a table.
+    A step that accumulates k micro-batches sends the messages of weights k times, but with `ef21` once. Votes are left
+    out: they are a few bytes. Printed, it is a table.
     """
 
     axes: tuple[Axis, ...]
@@ -55,8 +55,15 @@ class AxesPlan:
         return self.show()
 
 
-def axes_of(traffic: Iterable[Traffic], gradients: Sync | None, weights: Sync | None, n: int) -> Iterator[Axis]:
-    """Return the axes of gradients and of weights of groups of parameters, of `n` shards each."""
+def axes_of(
+    traffic: Iterable[Traffic], gradients: Sync | None, weights: Sync | None, n: int, sends_weight: bool
+) -> Iterator[Axis]:
+    """Return the axes of gradients and of weights of groups of parameters, of `n` shards each.
+
+    `sends_weight` is True if the weights of ranks in the mean are sent with these gradients.
+    """
     reduced, gathered, again = (tuple(chain.from_iterable(each)) for each in zip(*traffic, strict=True))
+    if sends_weight and n > 1:
+        reduced = (("all_reduce", 8, n), *reduced)
     for name, sync, messages in (("gradients", gradients, reduced), ("weights", weights, gathered + again)):
         yield Axis(name, "FSDP's own" if sync is None else repr(sync), n, messages)

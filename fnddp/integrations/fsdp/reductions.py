@@ -1,6 +1,5 @@
 """The reductions of gradients in a backward of FSDP2, which end on all ranks alike."""
 
-import math
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -13,17 +12,19 @@ from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
 from fnddp.adapters.backward import Backward
-from fnddp.core import tree
-from fnddp.core.sync import State
+from fnddp.core import collectives, tree
+from fnddp.core.sync import State, Sync, require_takes_weight
 from fnddp.device import device_of
 from fnddp.integrations.fsdp.unit import Sending, Unit
 from fnddp.run.nonfinite import has_nonfinite, spoil, unless
 from fnddp.run.step import Synchronized, applying, require_noticed
 from fnddp.run.vote import StepFailedError, Vote
 from fnddp.torch_private import fsdp_groups
+from fnddp.transforms.weighted import weighted
 from fnddp.wire.c10d import C10D
+from fnddp.wire.groups import World, within
 from fnddp.wire.protocol import CollectiveError
-from fnddp.wire.weights import NO_WEIGHT, Weight, require_even, scale_of, scaled
+from fnddp.wire.weights import Weight, no_weight
 
 
 class Ends:
@@ -48,32 +49,19 @@ class Ends:
 
 
 class RankWeight:
-    """The weight of this rank in the backwards that begin in a block."""
+    """The weight of this rank in the backwards that begin in a block; None outside of one."""
 
-    def __init__(self) -> None:
-        self.given, self.begun = NO_WEIGHT, 0  # and the number of backwards so far that have taken one
+    given: float | None = None
 
     @contextmanager
-    def block(self, count: float) -> Generator[None]:
-        """Give the weight `count` in the block.
-
-        Raises:
-            RuntimeError: Within another such block; at the end, if no backward has taken it.
-        """
-        weight, begun = Weight.of(count), self.begun
-        if self.given != NO_WEIGHT:
-            raise RuntimeError(
-                f"weight: {weight.text} is given within a block of the weight {self.given.text}; end that one first"
-            )
-        self.given = weight
+    def block(self, sync: Sync, count: float) -> Generator[None]:
+        """Set the weight in the block. Raise a TypeError if `sync` takes none."""
+        require_takes_weight(sync, count)
+        before, self.given = self.given, count
         try:
             yield
-            if self.begun == begun:
-                raise RuntimeError(
-                    f"weight: {self.given.text} was given for nothing: no backward that synchronizes began within it"
-                )
         finally:
-            self.given = NO_WEIGHT
+            self.given = before
 
 
 class Reductions:
@@ -82,11 +70,13 @@ class Reductions:
     They are in the place of an engine: each backward is a `Reduction`, on its own or as a part of a step of replicas.
 
     Attributes:
+        takes_weight: True if the pipeline of gradients is `weighted`.
         begin_around: Begins the step of replicas of which the next one is a part, if there is one.
     """
 
-    def __init__(self, units: Sequence[Unit], states: dict[str, State], ends: Ends) -> None:
+    def __init__(self, units: Sequence[Unit], states: dict[str, State], ends: Ends, takes_weight: bool) -> None:
         self.units, self.states, self.weight, self._ends = units, states, RankWeight(), ends
+        self.takes_weight = takes_weight
         self.wire = C10D
         self.steps = self.failed_steps = 0  # on all ranks
         groups = list(dict.fromkeys(group for unit in units for group in unit.groups))
@@ -120,7 +110,7 @@ class Reductions:
             try:
                 step.weigh()
                 state = step.states.get(unit.name, self.states[unit.name])
-                mean, step.states[unit.name] = unit.reduce(scaled(buffer, step.scales[unit.group]), state, messages)
+                mean, step.states[unit.name] = unit.reduce(step.weighted(unit, buffer), state, messages)
                 mine.copy_(mean)
                 step.note(mean)
             except CollectiveError:
@@ -146,7 +136,6 @@ class Reductions:
     def begin(self, backward: Backward) -> "Reduction":
         """Begin a step, of which `backward` has the life and keeps the errors."""
         self.require_whole()
-        self.weight.begun += 1
         step = Reduction(self, backward)
         self._step = weakref.ref(step)
         return step
@@ -177,36 +166,50 @@ class Reduction:
     """A backward that reduces gradients: on its own it ends like a step of an engine, with `agree` and `commit`."""
 
     def __init__(self, course: Reductions, backward: Backward) -> None:
-        self._course, self.backward, self._has_voted, self.is_weighed = course, backward, False, False
+        self._course, self.backward, self._has_voted = course, backward, False
+        self.weight = Weight.of(course.weight.given) if course.takes_weight else None
+        self.is_weighed, self._weights = self.weight is None, Sending()
         self.states: dict[str, State] = {}  # what they become if it ends well
         remembers = any(isinstance(each, Tensor) for each in tree.flatten_any(course.states)[0])
         self.is_nonfinite: Tensor | bool | None = False if remembers else None  # None where it does not matter
-        self.scales = {unit.group: 1.0 for unit in course.units}  # factors of this rank's gradients
-        self.total: float | None = None  # of the weights of the shards' ranks; None if they have none
-        self._exchanges = {group: Vote((), C10D, [group], course.device) for group in self.scales}
+        self.mean_weight: Tensor | None = None  # of the ranks of a mesh, the same for all meshes
+        self._scales: dict[str | None, Tensor] = {}  # factors of this rank's gradients
         parameters = [p for unit in course.units for p in unit.fsdp.parameters]
         self._before = [(p, None if p.grad is None else _local(p.grad).clone()) for p in parameters]
 
     def weigh(self) -> None:
-        """Exchange weights, unless that is done; after an interrupt, what is left of it."""
-        if self.is_weighed:
+        """Send this rank's weight over each mesh, unless that is done; after an interrupt, what is left of it."""
+        if self.is_weighed or self.weight is None:
             return
-        course, everyone = self._course, list[list[float]]()  # weights, by mesh
-        for group, exchange in self._exchanges.items():
-            exchange.weigh(course.weight.given)
-            try:
-                # Where the host would wait for them, ranks without a weight do not look at those of others, which fail.
-                is_blind = course.device.is_asynchronous and course.weight.given == NO_WEIGHT
-                numbers = exchange.skip_numbers() if is_blind else exchange.numbers()
-                if numbers is not None:
-                    everyone.append(numbers)
-                    require_even(everyone)
-                    self.total = max(math.fsum(numbers), self.total or 0.0)
-                    is_nothing = course.begin_around is not None and self.total == 0  # of this replica
-                    self.scales[group] = 0.0 if is_nothing else scale_of(course.weight.given.number, numbers)
-            except ValueError as error:  # on all ranks
-                self.backward.keep(error.with_traceback(None))  # whose frame would keep this step alive
-        self.is_weighed = True
+        course, means = self._course, dict[str | None, Tensor]()
+        if not self.weight.is_valid:  # NaN is sent, and counts as 0 until the vote fails the step
+            self.backward.keep(no_weight(self.weight))
+        (mine,) = course.device.of_host([self.weight.number], torch.float64)
+        self._weights.begin_again()
+        with within(World(self._weights)):
+            for group, n in {unit.group: unit.n for unit in course.units}.items():
+                means[group] = collectives.all_reduce({"": mine}, "sum", group)[""] / n
+        self._scales = {group: torch.where(mean > 0, mine / mean, 0.0) for group, mean in means.items()}
+        self.mean_weight, self.is_weighed = next(iter(means.values())), True
+        if not course.device.is_asynchronous:  # where the host would wait
+            self._require_even([mean.item() for mean in means.values()])
+
+    def _require_even(self, means: Sequence[float]) -> None:
+        """Fail the step if meshes have other mean weights: experts see tokens of ranks of other meshes, too."""
+        if max(means) - min(means) > 1e-9 * max(means):  # False for NaN
+            problem = (
+                f"weight: the means over the meshes of this rank are {means}; ranks whose tokens go to the same "
+                "experts must all give one weight, such as the number of tokens of all of them"
+            )
+            self.backward.keep(ValueError(problem))
+
+    def weighted(self, unit: Unit, buffer: Tensor) -> Tensor:
+        """Return the gradients in `buffer`, weighted."""
+        if self.weight is None:
+            return buffer
+        if self.weight.number == 0:  # of no samples: their mean may be NaN
+            return torch.zeros_like(buffer)
+        return weighted.scaled(buffer, self._scales[unit.group])
 
     def note(self, mean: Tensor) -> None:
         """Note whether a mean is finite: if one is not, on any rank, memory stays as it was."""
@@ -217,7 +220,8 @@ class Reduction:
         """Vote; see `fnddp.run.step.Step.agree`."""
         self._has_voted = True
         found = False if self.is_nonfinite is None else self.is_nonfinite  # for `or` an accelerator's host would wait
-        self._course.vote.cast(frozenset(), nonfinite=found)
+        counts = self.weight is None or self.weight.number > 0
+        self._course.vote.cast(frozenset(), nonfinite=found, counts=counts)
         return self._course.vote.outcome()
 
     def commit(self) -> Synchronized:
@@ -233,9 +237,11 @@ class Reduction:
     def fail(self, error: BaseException) -> None:
         """Notify the other ranks, unless all have voted, and undo it."""
         course = self._course
-        course.broken = None if isinstance(error, StepFailedError) else error  # until the others know
+        has_voted = self._has_voted and course.vote.is_cast
+        is_known = has_voted and isinstance(error, StepFailedError | ValueError)  # raised by the vote, on all ranks
+        course.broken = None if is_known else error  # until the others know
         try:
-            if not (self._has_voted and course.vote.is_cast):
+            if not has_voted:
                 course.vote.cast(frozenset(), failed=True)
                 course.broken = None if course.vote.explain(error) else error
         except RuntimeError as problem:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from fnddp.integrations.fsdp.reductions import Ends, RankWeight, Reduction, Redu
 from fnddp.plan.plan import Plan
 from fnddp.run.choose import AUTO, automatic
 from fnddp.wire import control
-from fnddp.wire.weights import NO_WEIGHT
+from fnddp.wire.weights import Weight, no_weight
 
 
 class Replicas(PipelineHandle):
@@ -75,33 +75,29 @@ class Replicas(PipelineHandle):
     def no_sync(self) -> Generator[None]:
         """Add up sharded gradients of forwards in the block; a backward outside of it synchronizes the sum.
 
-        FSDP's `set_requires_gradient_sync(False)` works too: it sends nothing at all, and keeps whole gradients. Steps
-        with a `weight` need that one.
+        FSDP's `set_requires_gradient_sync(False)` works too: it sends nothing at all, and keeps whole gradients.
+
+        Raises:
+            TypeError: Shards are `weighted`: they average the gradients of each backward at once.
         """
+        if self.sync.takes_weight and self._reductions is not None:
+            raise TypeError(
+                "no_sync: shards average the gradients of each backward at once, without the weight of the whole step; "
+                "use that of shards, or set_requires_gradient_sync(False), which keeps whole gradients for the "
+                "backward with the weight"
+            )
         before, self._synchronizes = self._synchronizes, False
         try:
             yield
         finally:
             self._synchronizes = before
 
-    @contextmanager
-    def weight(self, count: float) -> Generator[None]:
-        """Weight this rank's gradients by `count` in the means of backwards that begin in the block.
+    def weight(self, count: float) -> AbstractContextManager[None]:
+        """Weight this rank's gradients by `count` in the means of backwards that begin in the block, for `weighted`.
 
         The mean is that of the samples or tokens of all ranks, of all shards and replicas. See `Shards.weight`.
-
-        Raises:
-            TypeError: FSDP averages over the shards itself.
-            RuntimeError: In backward, on all ranks: a part of its gradients was added up within `no_sync`.
-            RuntimeError, ValueError: See `Shards.weight`.
         """
-        if self._reductions is None and any(group.shards and group.shards.size() > 1 for group in self._fsdp):
-            raise TypeError(
-                "weight: FSDP itself averages gradients over the shards, and knows no weights; call "
-                "compress_shards(model, gradients='two_shot') before compress_replicas"
-            )
-        with self._weight.block(count):
-            yield
+        return self._weight.block(self.sync, count)
 
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or torch_private.is_within_backward():  # evaluation; activation checkpointing
@@ -144,30 +140,19 @@ class Replicas(PipelineHandle):
     def _start(self) -> None:
         if self._engine.is_open:
             return
-        self._require_weighted_alike()
         if self._is_armed:
             self._backward.failure = None
-            part, weight = None, None if self._weight.given == NO_WEIGHT else self._weight.given
-            if self._reductions is None:
-                self._weight.begun += 1
-            else:
+            part = weight = None
+            if self._reductions is not None:
                 part = self._reductions.begin(self._backward)
                 part.weigh()
-                weight = part.total
-            self._backward.begin(weight=weight)
+            if self.sync.takes_weight:
+                mean = None if part is None else part.mean_weight
+                weight = Weight.of(self._weight.given if mean is None else mean.item())
+                if mean is None and not weight.is_valid:  # FSDP's other collectives must still run on all ranks
+                    self._backward.keep(no_weight(weight))
+            self._backward.begin(weight=weight, fails=weight is not None and not weight.is_valid)
             self._ends.add(lambda: self._end(part))
-
-    def _require_weighted_alike(self) -> None:
-        """Raise a RuntimeError if this step has a weight, and shards have added up gradients without it."""
-        if self._reductions is None or self._weight.given == NO_WEIGHT:
-            return
-        added_up = [name for name, grad in self._gradients().items() if grad is not self._means.get(name)]
-        if added_up or not self._is_armed:
-            raise RuntimeError(
-                "weight: in no_sync of replicas, shards average the gradients of each backward at once, without the "
-                "weight of the whole step; use that of shards, or set_requires_gradient_sync(False), which keeps whole "
-                "gradients for the backward with the weight"
-            )
 
     def _end(self, part: Reduction | None) -> None:
         if torch_private.is_within_backward():  # queued again, behind FSDP's own callbacks
@@ -272,7 +257,8 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
 
     Raises:
         TypeError: A parameter is not sharded, or its mesh includes `replicate`; it was called for the model before; or
-            `sync` needs whole leaves, as `clip_by_global_norm` does, and there are several shards.
+            `sync` needs whole leaves, as `clip_by_global_norm` does, and there are several shards; or one of `sync` and
+            the pipeline of shards is `weighted`, and the other is not.
         RankMismatchError: On all replicas, if they disagree about the pipeline or the parameters.
 
     Source: `torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py` of torch 2.13, `foreach_reduce`, which calls the
@@ -313,8 +299,10 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
                     "torch.nn.utils.clip_grad_norm_ after backward counts all shards, and a step that is not finite "
                     "leaves the state as it was"
                 )
+        reductions = reductions_of(model)
+        _require_weighted_alike(pipeline, reductions, model)
         frozen = {name: p for name, p in model.named_parameters() if name not in parameters}
-        made.append(Replicas(parameters, frozen, pipeline, group, shards, reductions_of(model), model))
+        made.append(Replicas(parameters, frozen, pipeline, group, shards, reductions, model))
         return description(pipeline, _local(parameters), made[-1].state)
 
     shards = [each.shards for _, groups in torch_private.fsdp_groups(model).values() for each in groups]
@@ -327,6 +315,20 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
         parameter.register_post_accumulate_grad_hook(WeakHook(replicas, Replicas._feed, name))  # pyright: ignore[reportPrivateUsage]
     model.register_forward_hook(replicas._after_forward)  # pyright: ignore[reportPrivateUsage]
     return replicas
+
+
+def _require_weighted_alike(sync: Sync, reductions: Reductions | None, model: nn.Module) -> None:
+    every = [group for _, groups in torch_private.fsdp_groups(model).values() for group in groups]
+    if all(group.shards is None or group.shards.size() == 1 for group in every):  # they take no mean
+        return
+    are_weighted = reductions is not None and reductions.takes_weight
+    if sync.takes_weight and not are_weighted:
+        raise TypeError(
+            f"compress_replicas: {sync!r} is weighted, and shards take the plain mean; call compress_shards(model, "
+            "gradients='weighted(two_shot)') before compress_replicas"
+        )
+    if are_weighted and not sync.takes_weight:
+        raise TypeError(f"compress_replicas: shards are weighted, and {sync!r} is not; write weighted({sync!r})")
 
 
 def is_compressed(model: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Codecs on what the shards of FSDP2 send: its reduce-scatter of gradients and its all-gather of weights."""
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -16,15 +16,16 @@ from fnddp.core.group import Group, group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import State, Sync
 from fnddp.integrations.fsdp.checkpoints import Checkpoints
-from fnddp.integrations.fsdp.plan import AxesPlan, axes_of
+from fnddp.integrations.fsdp.plan import AxesPlan, Axis, axes_of
 from fnddp.integrations.fsdp.reductions import Comm, Ends, Reductions, Scatter
 from fnddp.integrations.fsdp.replicas import is_compressed
-from fnddp.integrations.fsdp.unit import UNSCALED, Traffic, Unit, require_codecs
+from fnddp.integrations.fsdp.unit import UNSCALED, Traffic, Unit, require_codecs, unweighted
 from fnddp.reducers.all_reduce import none
 from fnddp.reducers.carriers import allgather, two_shot
 from fnddp.schedules.choose import partition
 from fnddp.torch_private import FSDPGroup, fsdp_groups
 from fnddp.transforms.memory import ef21, error_feedback
+from fnddp.transforms.weighted import weighted
 from fnddp.wire.kinds import ALL_GATHER, waited
 
 
@@ -52,14 +53,17 @@ class Shards:
     @property
     def plan(self) -> AxesPlan:
         """What the next step sends, for each mesh and pipeline, with the parameters that require a gradient now."""
-        traffic = self.traffic
+        traffic, takes_weight = self.traffic, self.sync.takes_weight
         alike: dict[Any, list[Unit]] = {}
         for unit in self._reductions.units:
             alike.setdefault((unit.group, repr(unit.gradients), repr(unit.weights)), []).append(unit)
-        axes = (
-            axes_of([traffic[unit.name] for unit in units], units[0].gradients, units[0].weights, units[0].n)
-            for units in alike.values()
-        )
+        firsts = {unit.group: unit for unit in reversed(self._reductions.units)}  # a mesh sends weights of ranks once
+        axes: list[Sequence[Axis]] = []
+        for units in alike.values():
+            first, of_units = units[0], [traffic[unit.name] for unit in units]
+            gradients = weighted(first.gradients) if takes_weight and first.gradients else first.gradients
+            sends_weight = takes_weight and firsts[first.group] is first
+            axes.append([*axes_of(of_units, gradients, first.weights, first.n, sends_weight)])
         return AxesPlan(tuple(axis for same in zip(*axes, strict=True) for axis in same))
 
     @property
@@ -150,31 +154,22 @@ class Shards:
         """
         return unsynchronized(self._model)
 
-    @contextmanager
-    def weight(self, count: float) -> Generator[None]:
-        """Weight this rank's gradients by `count` in the means of backwards that begin in the block.
+    def weight(self, count: float) -> AbstractContextManager[None]:
+        """Weight this rank's gradients by `count` in the means of backwards that begin in the block, for `weighted`.
 
         `with shards.weight(tokens): loss.backward()`, where the loss is a mean over so many tokens, gives the gradient
-        of the mean over the tokens of all ranks. All ranks of a backward give a weight, or none does. Parameters with a
-        mesh of their own, such as experts, have the mean over its ranks: see docs/fsdp.md.
+        of the mean over the tokens of all ranks. Each backward that synchronizes needs a weight. Parameters with a mesh
+        of their own, such as experts, have the mean over its ranks: see docs/fsdp.md.
 
         Args:
             count: Of samples or tokens; 0 is allowed, not on all ranks.
 
         Raises:
-            RuntimeError: Within another such block; at the end, if no backward that synchronizes began within it.
-            TypeError: FSDP averages over replicas itself, or sends gradients without a pipeline.
-            ValueError: In backward, on all ranks: all weights are 0, one is no weight, or some ranks gave none; those
-                of one mesh are not those of another.
+            TypeError: The pipeline of gradients is not `weighted`.
+            ValueError: In backward: this rank's weight is missing or invalid, or, on all ranks, all are 0. The step
+                fails on all ranks. On the CPU also if meshes of this rank have other mean weights.
         """
-        if self.gradients is None or any(unit.fsdp.replicas is not None for unit in self._reductions.units):
-            raise TypeError(
-                "weight: FSDP itself averages gradients here, and knows no weights; give compress_shards a pipeline of "
-                "gradients, gradients='two_shot' at least, and HSDP's replicas to compress_replicas"
-            )
-        is_alone = all(unit.n == 1 for unit in self._reductions.units)  # then FSDP reduces nothing
-        with nullcontext() if is_alone else self._reductions.weight.block(count):
-            yield
+        return self._reductions.weight.block(self.gradients or two_shot, count)
 
 
 class _OfMesh:
@@ -244,7 +239,8 @@ def compress_shards(model: nn.Module, gradients: Pipeline = None, weights: Pipel
         model: After `fully_shard`, of the model as a whole too.
         gradients: `two_shot` with codecs around it, or its text: `"bf16(two_shot)"`, `"quantize(two_shot, bits=4)"`
             (ZeRO++'s qgZ). `error_feedback` around them keeps a residual in float32 of the whole gradients on each
-            rank, and two during a backward. None for FSDP's own reduce-scatter.
+            rank, and two during a backward. `weighted` around all is for means over tokens: see `Shards.weight`. None
+            for FSDP's own reduce-scatter.
         weights: `allgather` with codecs around it, or its text: `"quantize(allgather)"` (ZeRO++'s qwZ). With `ef21`
             around them a rank keeps the weights that all have seen, whole, and what is sent is the difference of its
             shard to those, in a forward after a change (SDP4Bit); weights that were loaded, or jump otherwise, are sent
@@ -252,11 +248,12 @@ def compress_shards(model: nn.Module, gradients: Pipeline = None, weights: Pipel
 
     Both may be a dict of pipelines by pattern, or a `partition`: `{"*.experts.*": ..., "*": ...}`. The first one that
     matches its parameters is that of a group that FSDP sends together, which must have one: what `shard_placement_fn`
-    gives a mesh of its own is such a group.
+    gives a mesh of its own is such a group. `weighted(partition({...}))` weights the means of all.
 
     Raises:
         TypeError: On all ranks: a pipeline has no place there; the model, or a parameter, is not sharded; FSDP has
-            custom collectives already; parameters that FSDP sends together have several pipelines, or dtypes.
+            custom collectives already; parameters that FSDP sends together have several pipelines, or dtypes;
+            `gradients` is `weighted`, and FSDP averages over replicas itself.
         ValueError: On all ranks: a parameter has no pattern, or a pattern no parameter.
         RankMismatchError: On all ranks, if they disagree about pipelines or parameters.
 
@@ -283,10 +280,18 @@ def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, othe
         if read == [None, None]:
             raise TypeError("compress_shards: give a pipeline of gradients, of weights, or both")
         found = _sharded(model, weights is not None)
-        of_unit = [_by_unit(what, sync, found) for what, sync in zip(("gradients", "weights"), read, strict=True)]
+        takes_weight = read[0] is not None and read[0].takes_weight
+        if takes_weight and any(fsdp.replicas is not None for _, fsdp in found.values()):
+            raise TypeError(
+                f"compress_shards: gradients={read[0]!r}: FSDP itself averages over replicas here, and knows no "
+                "weights; call fully_shard with mesh=mesh['shard'], and compress_replicas"
+            )
+        of_unit = [
+            _by_unit(what, unweighted(sync), found) for what, sync in zip(("gradients", "weights"), read, strict=True)
+        ]
         units = [Unit(name, names, fsdp, *(of[name] for of in of_unit)) for name, (names, fsdp) in found.items()]
         states: dict[str, State] = {} if read[0] is None else {unit.name: unit.init() for unit in units}
-        reductions = Reductions(units, states, Ends(model))
+        reductions = Reductions(units, states, Ends(model), takes_weight)
         made.append((Shards(model, reductions, *read), reductions))
         lines: dict[str, str] = {}
         for unit in units:  # ranks of other experts have other parameters
@@ -321,7 +326,10 @@ def fitting(what: str, sync: Pipeline) -> Sync | None:
     if isinstance(sync, Mapping):
         sync = partition({pattern: pipeline_of(name, each) for pattern, each in sync.items()})
     sync = pipeline_of(name, sync)
-    for each in sync.children() if isinstance(sync, partition) else [sync]:
+    inner = sync.inner if what == "gradients" and isinstance(sync, weighted) else sync
+    for each in inner.children() if isinstance(inner, partition) else [inner]:
+        if each.takes_weight and each is not sync:
+            raise TypeError(f"{name}: {each!r} stands outermost; write weighted(partition({{...}}))")
         require_codecs(what, each, *((ef21, allgather) if what == "weights" else (error_feedback, two_shot)))
     return sync
 

@@ -20,6 +20,7 @@ from fnddp.device import device_of
 from fnddp.integrations.fsdp.rows import Rows, rows_to_all, rows_to_owners
 from fnddp.torch_private import FSDPGroup, is_within_backward
 from fnddp.transforms.memory import ef21, error_feedback
+from fnddp.transforms.weighted import weighted
 from fnddp.wire.c10d import C10D, C10d, start_into
 from fnddp.wire.groups import World, within
 from fnddp.wire.kinds import ALL_TO_ALL, Kind, Work, waited
@@ -300,6 +301,11 @@ def traffic_of(
     elif again not in (None, 1, rows.n):  # fewer ranks have a larger part each
         regathered = (("all_gather", rows.n // again * rows.width * dtypes[1].itemsize, again),)
     return Traffic(reduced, gathered, regathered)
+
+
+def unweighted(sync: Sync | None) -> Sync | None:
+    """Return the pipeline inside of `weighted`, or `sync` itself."""
+    return sync.inner if isinstance(sync, weighted) else sync
 
 
 def layers_of(sync: Sync | None) -> Layers:
