@@ -1,9 +1,9 @@
 """A pipeline in an existing `torch.nn.parallel.DistributedDataParallel`, through its one hook slot."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,22 +47,22 @@ class Handle(PipelineHandle):
         super().__init__(self._parameters, sync, group, wire, learns_order=False, backend=backend)
         self._world = Membership(group, "register: the pipeline was registered", fix)
         self._pending: list[_Bucket] = []
-        self._strides = {parameter: parameter.stride() for parameter in self._names}
-        self._other_strides = {p: strides for p, strides in self._strides.items() if _is_laid_out_by(strides, p)}
+        self._strides = {parameter: parameter.stride() for parameter in self._names}  # when DDP made its buckets
+        self._layouts: dict[tuple[int, ...], _Layout] = {}  # of buckets, by the identities of their parameters
         self._grads_are_views = model.gradient_as_bucket_view
         self._backward = Backward(self._engine)
         self._looks_between = False
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         # Not by their index: in the first step of a static graph DDP gives 0 to all of them.
-        arrived = _Bucket(bucket, self._other_strides)
-        is_first = not self._pending or arrived.parameters[0] is self._pending[0].parameters[0]
+        arrived = _Bucket(bucket, self._layout_of(bucket.parameters()))
+        is_first = not self._pending or arrived.layout is self._pending[0].layout
         if is_first:
             self._pending = []
             self._backward.require_idle()
         self._pending.append(arrived)
         self._backward.attempt(partial(self._put, arrived, is_first))
-        if sum(len(each.parameters) for each in self._pending) == self._count:
+        if sum(len(each.layout.parameters) for each in self._pending) == self._count:
             self._end()
         return arrived.future
 
@@ -71,21 +71,39 @@ class Handle(PipelineHandle):
             self._world.require_same()
             self._backward.begin()
             self._look_between()
-        grads = {p: grad for p, grad in bucket.gradients() if p in self._names}
+        layout = bucket.layout
         if not bucket.buffer.is_sparse:
-            self._require_laid_out_alike(grads)
+            self._require_laid_out_alike(bucket)
         if self._backward.step is not None:
-            self._backward.step.feed_all({self._names[p]: grad for p, grad in grads.items()})
+            self._backward.step.put_all(layout.positions, bucket.views)
 
-    def _require_laid_out_alike(self, grads: Mapping[Tensor, Tensor]) -> None:
+    def _layout_of(self, parameters: list[Tensor]) -> "_Layout":
+        key = tuple(map(id, parameters))
+        if key not in self._layouts:
+            known = [(i, p, self._names[p]) for i, p in enumerate(parameters) if p in self._names]
+            strides = [self._strides[p] for _, p, _ in known]
+            self._layouts[key] = _Layout(
+                parameters,
+                [i for i, _, _ in known],
+                [p for _, p, _ in known],
+                [name for _, _, name in known],
+                [self._engine.positions[name] for _, _, name in known],
+                strides,
+                [each if _is_laid_out_by(each, p) else None for each, (_, p, _) in zip(strides, known, strict=True)],
+            )
+        return self._layouts[key]
+
+    def _require_laid_out_alike(self, bucket: "_Bucket") -> None:
         """Raise a RuntimeError if parameters have other strides than when DDP made its buckets."""
-        for parameter, grad in grads.items():
-            of_view = parameter.grad.stride() if self._grads_are_views and parameter.grad is not None else grad.stride()
-            if parameter.stride() != self._strides[parameter] or of_view != grad.stride():
+        known, grads = bucket.layout.known, bucket.views
+        if self._grads_are_views:
+            grads = [view if p.grad is None else p.grad for p, view in zip(known, grads, strict=True)]
+        for i, (p, strides) in enumerate(zip(known, bucket.layout.strides, strict=True)):
+            if p.stride() != strides or (self._grads_are_views and grads[i].stride() != bucket.views[i].stride()):
                 raise RuntimeError(
-                    f"register: {self._names[parameter]} has the strides {parameter.stride()}, and others when DDP "
-                    "made its buckets, in which gradients are laid out by those; change the memory format before the "
-                    "module is wrapped"
+                    f"register: {bucket.layout.names[i]} has the strides {p.stride()}, and others when DDP made its "
+                    "buckets, in which gradients are laid out by those; change the memory format before the module is "
+                    "wrapped"
                 )
 
     def _look_between(self) -> None:
@@ -129,36 +147,35 @@ class Handle(PipelineHandle):
 
     def _complete(self, mean: Leaves) -> None:
         """Give DDP the means."""
-        mean_of = {p: mean[name] for p, name in self._names.items() if name in mean}
         for bucket in self._pending:
-            bucket.complete(mean_of)
+            bucket.complete(mean)
         # Not where DDP's join runs hooks: that rank has no gradients.
-        if (self._writes_all or len(mean_of) < len(self._names)) and torch_private.is_within_backward():
-            _behind_ddp(partial(self._write, mean_of))
+        if (self._writes_all or len(mean) < len(self._names)) and torch_private.is_within_backward():
+            _behind_ddp(partial(self._write, mean))
         # DDP's buckets, and their order, are the same on all ranks.
-        self._engine.expect([self._names[p] for bucket in self._pending for p in bucket.parameters if p in self._names])
+        self._engine.expect([name for bucket in self._pending for name in bucket.layout.names])
         self._pending = []
 
     @property
     def _writes_all(self) -> bool:
         return self._finds_unused and self.sync.gives_later
 
-    def _write(self, mean_of: Mapping[Tensor, Tensor]) -> None:
+    def _write(self, mean: Leaves) -> None:
         """Set `.grad` where DDP does not: None without an update, and means of parameters that no rank has used."""
-        for parameter in self._names:
-            if parameter not in mean_of:
-                parameter.grad = None
-        for parameter, mean in mean_of.items() if self._writes_all else ():
+        for name in self._parameters.keys() - mean.keys():
+            self._parameters[name].grad = None
+        for name in mean if self._writes_all else ():
+            parameter = self._parameters[name]
             if not parameter.requires_grad:  # frozen since
                 continue
             if parameter.grad is None:
-                parameter.grad = mean.clone() if mean.any() else None
+                parameter.grad = mean[name].clone() if mean[name].any() else None
             elif not parameter.grad.is_sparse:
-                parameter.grad.detach().copy_(mean)
+                parameter.grad.detach().copy_(mean[name])
 
     def _require_known(self) -> None:
         if self._known is None:
-            self._known = {p for bucket in self._pending for p in bucket.parameters} & self._names.keys()
+            self._known = {p for bucket in self._pending for p in bucket.layout.known}
         self._slots.require_known(self._module)
         self._slots.require_all_in(self._known)
 
@@ -181,34 +198,52 @@ def _remove(hooks: Sequence[RemovableHandle]) -> None:
         hook.remove()
 
 
-class _Bucket:
-    """A bucket of DDP's, and the future that DDP waits for."""
+class _Layout(NamedTuple):
+    """A bucket of DDP's: all of its `parameters`, and of those that the pipeline has, one after the other:
 
-    def __init__(self, bucket: dist.GradBucket, other_strides: Mapping[Tensor, tuple[int, ...]]) -> None:
-        self.buffer = bucket.buffer()
-        self.parameters = bucket.parameters()
+    Attributes:
+        places: Their places in the bucket.
+        known: The parameters.
+        names: Their names.
+        positions: Their positions among the leaves.
+        strides: Their strides when DDP made its buckets.
+        other: The strides of their views, where these are not row-major.
+    """
+
+    parameters: list[Tensor]
+    places: list[int]
+    known: list[Tensor]
+    names: list[str]
+    positions: list[int]
+    strides: list[tuple[int, ...]]
+    other: list[tuple[int, ...] | None]
+
+
+class _Bucket:
+    """A bucket of DDP's in a backward, with `views` of the known parameters, and the future that DDP waits for."""
+
+    def __init__(self, bucket: dist.GradBucket, layout: _Layout) -> None:
+        self.buffer, self.layout = bucket.buffer(), layout
         if self.buffer.is_sparse:  # it holds that gradient alone, and has no views
-            self.views = [self.buffer.to_dense()]
-        elif self.parameters[0].is_complex():  # the buffer is real, and DDP's views are of its first half
-            parts = torch.view_as_complex(self.buffer.view(-1, 2)).split([p.numel() for p in self.parameters])
-            self.views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+            views = [self.buffer.to_dense()]
+        elif layout.parameters[0].is_complex():  # the buffer is real, and DDP's views are of its first half
+            parts = torch.view_as_complex(self.buffer.view(-1, 2)).split([p.numel() for p in layout.parameters])
+            views = [part.view(p.shape) for part, p in zip(parts, layout.parameters, strict=True)]
         else:
-            self.views = bucket.gradients()
-        if other_strides:  # the views of DDP's hooks are all row-major
-            strides = map(other_strides.get, self.parameters)
-            self.views = [v.as_strided(v.shape, s) if s else v for v, s in zip(self.views, strides, strict=True)]
+            views = bucket.gradients()
+        self.views = views if len(layout.places) == len(views) else [views[i] for i in layout.places]
+        if any(layout.other):  # the views of DDP's hooks are all row-major
+            pairs = zip(self.views, layout.other, strict=True)
+            self.views = [view.as_strided(view.shape, strides) if strides else view for view, strides in pairs]
         self.future: torch.futures.Future[Tensor] = device_of(self.buffer.device).future()
 
-    def gradients(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self.parameters, self.views, strict=True))
-
-    def complete(self, mean_of: Mapping[Tensor, Tensor]) -> None:
-        """Give DDP the means of the parameters in `mean_of`; the others keep this rank's own gradients."""
+    def complete(self, mean: Leaves) -> None:
+        """Give DDP the means of the parameters in `mean`; the others keep this rank's own gradients."""
         result = self.buffer
-        pairs = [(view, mean_of[p]) for p, view in self.gradients() if p in mean_of]
+        pairs = [(view, mean[name]) for name, view in zip(self.layout.names, self.views, strict=True) if name in mean]
         if self.buffer.is_sparse:
-            result = next((mean.to_sparse(self.buffer.sparse_dim()) for _, mean in pairs), result)
-        elif elsewhere := [(view, mean) for view, mean in pairs if mean.data_ptr() != view.data_ptr()]:
+            result = next((each.to_sparse(self.buffer.sparse_dim()) for _, each in pairs), result)
+        elif elsewhere := [pair for pair in pairs if pair[1].data_ptr() != pair[0].data_ptr()]:
             torch_private.foreach_copy(*zip(*elsewhere, strict=True))
         self.future.set_result(result)
 

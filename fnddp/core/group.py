@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fnddp.wire.groups import GroupName
+from fnddp.wire.groups import GroupName, traced_name
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | str | None
 """A process group, its name, a one-dimensional mesh, one dimension of a mesh, or None for the default group."""
@@ -20,8 +20,8 @@ def group_name(group: Group) -> str | None:
     if group is None:
         return None
     if isinstance(group, str):
-        if torch.compiler.is_compiling():  # Dynamo of torch 2.11 takes no subclass of str for a constant
-            return group.plain if isinstance(group, GroupName) else group
+        if torch.compiler.is_compiling():
+            return traced_name(group)
         return group if isinstance(group, GroupName) else GroupName.of(group)
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
         mesh, dim = group

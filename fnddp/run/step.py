@@ -182,11 +182,11 @@ class Step:
 
     # Gradients
 
-    def put(self, position: int, grad: Tensor, *, keep: bool = False) -> bool:
+    def put(self, position: int, grad: Tensor, *, keep: bool = False, at_once: bool = True) -> bool:
         """Add the gradient of the leaf at `position`. The step may write over it, unless `keep` is True.
 
         On the CPU a small one that is only copied is copied now, while it is in the cache, unless gradients are scaled
-        or enabled, or the step is measured.
+        or enabled, or the step is measured; with `at_once` False with others, by one call.
 
         If its shape, dtype or device is not the leaf's, `advance` or `agree` raises a ValueError.
 
@@ -209,7 +209,10 @@ class Step:
             and not grad.is_neg()  # which a copy to float16 loses (torch 2.11 to 2.14)
             and not is_grad_enabled()
         ):
-            slot.copy_(grad)
+            if at_once:
+                slot.copy_(grad)
+            else:
+                self._to_copy.append((slot, grad))
         else:
             if keep and program.inputs[position].path in program.overwrites:
                 grad = grad.clone()
@@ -237,6 +240,12 @@ class Step:
         """Call `put` for several gradients by path, and `advance` once."""
         for path, grad in grads.items():
             self.put(self._position_of(path, grad), grad, keep=keep)
+        self.advance()
+
+    def put_all(self, positions: Iterable[int], grads: Iterable[Tensor]) -> None:
+        """Call `put` for several gradients, which are copied together, and `advance` once."""
+        for position, grad in zip(positions, grads, strict=True):
+            self.put(position, grad, at_once=False)
         self.advance()
 
     def _position_of(self, path: str, grad: Tensor) -> int:

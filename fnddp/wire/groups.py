@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -32,14 +33,17 @@ class GroupName(str):
 
     Attributes:
         plain: The name alone.
+        is_gone: True when the group was destroyed, and nothing holds it. Dynamo guards it.
     """
 
     plain: str
+    is_gone: bool
     _group: weakref.ref[dist.ProcessGroup]
 
     def __new__(cls, name: str, group: dist.ProcessGroup) -> "GroupName":
         made = super().__new__(cls, name)
-        made.plain, made._group = str(name), weakref.ref(group)
+        made.plain, made.is_gone = str(name), False
+        made._group = weakref.ref(group, partial(_mark_gone, weakref.ref(made)))
         return made
 
     @staticmethod
@@ -56,6 +60,11 @@ class GroupName(str):
 
     def __deepcopy__(self, _: Any) -> "GroupName":
         return self
+
+
+def _mark_gone(name: weakref.ref[GroupName], _: object) -> None:
+    if (gone := name()) is not None:
+        gone.is_gone = True
 
 
 WorldSize: TypeAlias = int | Mapping[str | None, int]
@@ -204,7 +213,16 @@ def identity(group: str | None) -> "weakref.ref[dist.ProcessGroup] | None":
 
 
 def live_name(group: str | None) -> str:
-    return live_group(None).group_name if group is None else group
+    return live_group(None).group_name if group is None else traced_name(group)
+
+
+def traced_name(group: str) -> str:
+    """Return the plain name, which Dynamo of torch 2.11 takes for a constant; raise a RuntimeError if it `is_gone`."""
+    if not isinstance(group, GroupName):
+        return group
+    if group.is_gone:
+        raise RuntimeError(f"process group {group.plain!r} was destroyed; create what uses it again")
+    return group.plain
 
 
 def live_group(group: str | None) -> dist.ProcessGroup:
