@@ -53,7 +53,6 @@ from fnddp.run.choose_owned import choose_owned as choose_owned
 from fnddp.run.measure import measure_backward as measure_backward
 from fnddp.run.measure import measure_segments as measure_segments
 from fnddp.run.vote import StepFailedError as StepFailedError
-from fnddp.schedules.choose import delayed as delayed
 from fnddp.schedules.choose import every as every
 from fnddp.schedules.choose import partition as partition
 from fnddp.schedules.choose import switch as switch
