@@ -58,7 +58,6 @@ from fnddp.schedules.choose import partition as partition
 from fnddp.schedules.choose import switch as switch
 from fnddp.schedules.choose import warmup as warmup
 from fnddp.schedules.watch import measure as measure
-from fnddp.schedules.watch import skip_nonfinite as skip_nonfinite
 from fnddp.simulation.simulate import simulate as simulate
 from fnddp.simulation.training import simulate_training as simulate_training
 from fnddp.transforms.bucketize import batched_powersgd as batched_powersgd

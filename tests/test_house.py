@@ -114,8 +114,8 @@ def test_the_page_on_architecture_names_what_is_there():
         assert any(re.search(rf"class {owner}\b[\s\S]*def {method}\b", text) for text in texts), f"{owner}.{method}"
 
 
-# What others must know of any pipeline, also of a user's: of `every`, and of `two_shot(server_memory=True)`.
-OF_ONE = {"skips", "sent_is_exact"}
+# What others must know of any pipeline, also of a user's: of `every`, `two_shot(server_memory=True)`, clipping.
+OF_ONE = {"skips", "sent_is_exact", "wants_whole_leaves"}
 DERIVED = {"agrees", "gives_later", "carries"}  # from flags; `to_owners` alone sets `agrees`
 
 

@@ -382,7 +382,7 @@ PIPELINES = [
     "allreduce",
     POWERSGD,
     QUANTIZED,
-    "skip_nonfinite(error_feedback(fp16(allreduce)))",
+    "error_feedback(fp16(allreduce))",
     "partition({{'*weight': error_feedback(every(2, powersgd(allreduce, rank=2))), '*': bf16(allreduce)}})",
 ]
 WAYS = [with_the_module, with_register, with_value_and_grad, with_jit]
