@@ -115,7 +115,7 @@ def with_accelerate(
     if save and (accelerator.is_main_process or not saves_alone):
         accelerator.save_state(save)
     accelerator.wait_for_everyone()
-    return parameters_of(module), pipelines.handle(model).state
+    return parameters_of(module), pipelines.handle(model).sync_state
 
 
 def with_trainer(sync: Any, folder: Path, resume: bool = False, **given: Any) -> Any:
@@ -282,7 +282,7 @@ def test_local_sgd_of_accelerate_warns_that_no_pipeline_runs(rank: int) -> None:
                 local.step()
         assert logged is None or ["LocalSGD" in line for line in logged.output] == [True]
         assert torch.equal(*everyones(parameters_of(module)))
-        assert not residual(pipelines.handle(model).state).any()
+        assert not residual(pipelines.handle(model).sync_state).any()
 
 
 @on_ranks(2)

@@ -85,7 +85,7 @@ class Pipelines:
         for name, handle in self._named(models):
             if self._resets:
                 handle.reset_sync()
-            elif not _load(handle, folder, name) and list(parts(handle.state)):
+            elif not _load(handle, folder, name) and list(parts(handle.sync_state)):
                 _log.warning(f"{folder} has no fnddp state: {handle.sync} starts from its initial state")
 
         if not self._handles and any(Path(folder).glob(f"{_NAME}-rank*.pt")):
@@ -257,7 +257,7 @@ class FnddpTrainerMixin:
     @property
     def sync_state(self) -> State:
         """State of the pipeline; a ValueError before training, or with one process alone."""
-        return self.pipelines.handle(self.model_wrapped).state
+        return self.pipelines.handle(self.model_wrapped).sync_state
 
     def create_accelerator_and_postprocess(self) -> None:
         """Prepare the Trainer's accelerator before it wraps anything."""

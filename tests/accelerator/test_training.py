@@ -109,7 +109,7 @@ def with_register(rank: int, device: str, text: str) -> Any:
     model = TorchDDP(made(device), bucket_cap_mb=0.002, gradient_as_bucket_view=True)
     handle = fnddp.register(model, fnddp.parse(text))
     train(rank, device, model)
-    return result(model, handle.state)
+    return result(model, handle.sync_state)
 
 
 def functional_loss(model: nn.Module, params: dict[str, Tensor], rank: int, step: int, device: str) -> Tensor:
@@ -317,14 +317,14 @@ def with_shards(rank: int, device: str, gradients: str, weights: str | None) -> 
     model = sharded(mesh_of(device, 1, 2)["shard"])
     shards = compress_shards(model, gradients, weights=weights)
     train_shards(device, model)
-    return result(model, shards.state)
+    return result(model, shards.sync_state)
 
 
 def with_weighted_shards(rank: int, device: str) -> Any:
     model = sharded(mesh_of(device, 1, 2)["shard"])
     shards = compress_shards(model, "two_shot")
     train_shards(device, model, lambda step: shards.weight(2 + rank + step))
-    return result(model, shards.state)
+    return result(model, shards.sync_state)
 
 
 def with_replicas(rank: int, device: str, text: str) -> Any:
@@ -332,7 +332,7 @@ def with_replicas(rank: int, device: str, text: str) -> Any:
     model = sharded(mesh["shard"])
     replicas = compress_replicas(model, text, mesh["replicate"])
     train_shards(device, model)
-    return result(model, replicas.state)
+    return result(model, replicas.sync_state)
 
 
 def with_two_axes(rank: int, device: str) -> Any:
@@ -346,7 +346,7 @@ def with_two_axes(rank: int, device: str) -> Any:
         replicas="error_feedback(fp16(allreduce))",
     )
     train_shards(device, model)
-    return result(model, handle.state)
+    return result(model, handle.sync_state)
 
 
 def with_owners(rank: int, device: str, gradients: str, weights: str) -> Any:
