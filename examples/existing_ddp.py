@@ -40,7 +40,7 @@ class Training:
         checkpoint = {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "sync": fnddp.state_dict(self.handle.state),
+            "sync": fnddp.state_dict(self.handle.sync_state),
         }
         torch.save(checkpoint, path)
 
@@ -48,7 +48,7 @@ class Training:
         checkpoint = torch.load(path, weights_only=True)
         self.model.module.load_state_dict(checkpoint["model"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.handle.state = fnddp.load_state_dict(self.handle.state, checkpoint["sync"])
+        self.handle.sync_state = fnddp.load_state_dict(self.handle.sync_state, checkpoint["sync"])
 
 
 def main() -> None:

@@ -53,13 +53,11 @@ from fnddp.run.choose_owned import choose_owned as choose_owned
 from fnddp.run.measure import measure_backward as measure_backward
 from fnddp.run.measure import measure_segments as measure_segments
 from fnddp.run.vote import StepFailedError as StepFailedError
-from fnddp.schedules.choose import delayed as delayed
 from fnddp.schedules.choose import every as every
 from fnddp.schedules.choose import partition as partition
 from fnddp.schedules.choose import switch as switch
 from fnddp.schedules.choose import warmup as warmup
 from fnddp.schedules.watch import measure as measure
-from fnddp.schedules.watch import skip_nonfinite as skip_nonfinite
 from fnddp.simulation.simulate import simulate as simulate
 from fnddp.simulation.training import simulate_training as simulate_training
 from fnddp.transforms.bucketize import batched_powersgd as batched_powersgd

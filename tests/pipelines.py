@@ -31,8 +31,6 @@ EXAMPLES = {
     "warmup": "warmup(powersgd(allreduce, warm_start=False), steps=1, before=fp16(allreduce))",
     "every": "every(2, powersgd(fp16(allreduce), rank=2))",
     "switch": "switch({0: error_feedback(powersgd(allreduce)), 2: error_feedback(powersgd(allreduce, rank=2))})",
-    "delayed": "delayed(fp16(allreduce))",
-    "skip_nonfinite": "skip_nonfinite(error_feedback(powersgd(fp16(allreduce), rank=2)))",
     "clip_by_global_norm": "clip_by_global_norm(bucketize(squared(fp16(every(2, allreduce)))), max_norm=2.5)",
     "weighted": "weighted(error_feedback(powersgd(bf16(allreduce), rank=2)))",
     "measure": "measure(powersgd(allreduce, rank=2, refresh=2), every_steps=2)",

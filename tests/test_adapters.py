@@ -31,7 +31,7 @@ PIPELINES = {
     "plain": "allreduce",
     "memory": "shared_momentum(error_feedback(powersgd(fp16(allreduce), rank=2)))",
     "phases": "partition({'m*': error_feedback(every(2, powersgd(allreduce))), '*': warmup(bf16(allreduce), steps=2)})",
-    "skips": "partition({'m*': every(2, fp16(allreduce)), '*': delayed(fp16(allreduce))})",
+    "skips": "partition({'m*': every(2, fp16(allreduce)), '*': fp16(allreduce)})",
     "codec": "error_feedback(quantize(two_shot, bits=4, block=16))",
     "no plan": "fp16(allreduce, check=True)",
 }

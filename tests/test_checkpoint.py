@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
-from fnddp.adapters.checkpoint import load_files, save_file
 from fnddp.integrations.checkpoint import async_save, load, save
 from fnddp.laws import bits
 from tests.peers import everyones, parameters_of, residual
@@ -350,56 +349,6 @@ def test_another_pipeline_begins_anew_where_it_is_asked_for(rank: int, kind: str
         state, initial = (fnddp.state_dict(run.keeper.sync_state) for run in (resumed, fresh))
         assert [bits(value) for value in state.values()] == [bits(value) for value in initial.values()]
         resumed.train(3, 4)
-
-
-@on_ranks(2)
-def test_each_rank_writes_a_file_into_a_folder_that_it_makes(rank: int, tmp_path: Path) -> None:
-    """As on machines that share no file system, where the first rank's folder is not theirs."""
-    folder = tmp_path / f"machine{rank}" / "run" / "checkpoint-3"
-    run = Run("module").train(0, 3)
-    save_file(run.keeper.sync_checkpoint(), None, folder, "sync")
-    residual = run.residual.clone()
-    assert load_files(run.train(3, 4).keeper, None, folder, "sync")
-    assert torch.equal(run.residual, residual)
-
-
-@on_ranks(2)
-def test_the_file_of_one_rank_is_enough_without_local_parts(rank: int, tmp_path: Path) -> None:
-    """With some, all ranks name the file that is missing, and how to go on without."""
-    for sync in (powersgd(fp16(allreduce), rank=1), allreduce):
-        run, resumed = Run("module", sync).train(0, 3), Run("module", sync)
-        for writer in (0, 1):
-            folder = tmp_path / f"{type(sync).__name__}{writer}"
-            if rank == writer:
-                save_file(run.keeper.sync_checkpoint(), None, folder, "sync")
-            dist.barrier()
-            assert load_files(resumed.keeper, None, folder, "sync")
-            state, expected = (fnddp.state_dict(each.keeper.sync_state) for each in (resumed, run))
-            assert [bits(value) for value in state.values()] == [bits(value) for value in expected.values()]
-    run = Run("module").train(0, 1)
-    if rank == 1:
-        save_file(run.keeper.sync_checkpoint(), None, tmp_path / "local", "sync")
-    dist.barrier()
-    with pytest.raises(FileNotFoundError, match="no sync-rank0.pt in .*reset_sync=True"):
-        load_files(run.keeper, None, tmp_path / "local", "sync")
-
-
-@on_ranks(2)
-def test_files_that_do_not_fit_are_errors_on_all_ranks(rank: int, tmp_path: Path) -> None:
-    """Of another model on one rank, on all, or among those that a rank reads: before any state is set."""
-    run, others = Run("module").train(0, 3), Run("module", make=partial(net, 1)).train(0, 1)
-    save_file(run.keeper.sync_checkpoint(), None, tmp_path / "mixed", "sync")
-    save_file(others.keeper.sync_checkpoint(), None, tmp_path / ("mixed" if rank == 1 else "unused"), "sync")
-    save_file(others.keeper.sync_checkpoint(), None, tmp_path / "other", "sync")
-    before = run.residual.clone()
-    with pytest.raises(fnddp.RankMismatchError, match="their state"):
-        load_files(run.keeper, None, tmp_path / "mixed", "sync")
-    with pytest.raises(ValueError, match="does not fit"):
-        load_files(run.keeper, None, tmp_path / "other", "sync")
-    alone = [dist.new_group([0]), dist.new_group([1])][rank].group_name
-    with pytest.raises(ValueError, match="files of different runs"):
-        load_files(run.keeper, alone, tmp_path / "mixed", "sync")
-    assert torch.equal(run.residual, before)
 
 
 @pytest.mark.thorough

@@ -412,7 +412,7 @@ def test_pipelines_as_hooks(rank: int) -> None:
     handle = register_ddp_comm_hook(model, ddp_comm_hook=error_feedback(fp16(allreduce)))
     require_mean(model, rank)
     assert handle.sync == error_feedback(fp16(allreduce))
-    assert set(handle.state.residual) == {"weight", "bias"}
+    assert set(handle.sync_state.residual) == {"weight", "bias"}
 
     model = DistributedDataParallel(make_model())
     for extra in ({"ddp_comm_state": 1}, {"ddp_comm_wrapper": fp16_compress_wrapper}):

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 import fnddp
 from fnddp import RankMismatchError, StepFailedError
-from fnddp.adapters.checkpoint import load_files
 from fnddp.core.sync import REMEMBERED
 from fnddp.core.tree import annotated_items
 from fnddp.integrations.checkpoint import load, save
@@ -117,11 +116,7 @@ def load_all(training: Training, _: Path) -> None:
     training.model.load_state_dict(training.model.state_dict(sync_state=True))
 
 
-def look_for_files(training: Training, folder: Path) -> None:
-    assert not load_files(training.model, None, folder, "sync")
-
-
-@pytest.mark.parametrize("go_back", [reload, set_state, set_counter, load_all, look_for_files])
+@pytest.mark.parametrize("go_back", [reload, set_state, set_counter, load_all])
 @on_ranks(2, seconds=DEADLINE)
 def test_a_checkpoint_after_an_error_in_backward(rank: int, go_back: Callable[..., None], tmp_path: Path) -> None:
     """The rank that has raised has not told the others yet, which wait in the step."""

@@ -57,6 +57,16 @@ def imported(file: Path) -> set[Path]:
     return found
 
 
+BUDGET = 32950  # lines of the library: lower it with each change
+
+
+def test_the_library_stays_within_its_budget_of_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = sum(len(file.read_text().splitlines()) for file in files())
+    with capsys.disabled():
+        print(f"\nthe library has {lines} lines of {BUDGET}")
+    assert lines <= BUDGET, "take something out; raise BUDGET only with a reason in the commit"
+
+
 def test_imports_point_upwards():
     for file in files():
         for other in imported(file):
@@ -114,6 +124,8 @@ def test_the_page_on_architecture_names_what_is_there():
         assert any(re.search(rf"class {owner}\b[\s\S]*def {method}\b", text) for text in texts), f"{owner}.{method}"
 
 
+# What others must know of any pipeline, also of a user's: of `every`, `two_shot(server_memory=True)`, clipping.
+OF_ONE = {"skips", "sent_is_exact", "wants_whole_leaves"}
 DERIVED = {"agrees", "gives_later", "carries", "takes_weight"}  # or set by one alone: `to_owners`, `weighted`
 
 
@@ -131,7 +143,7 @@ def test_flags_of_transforms_are_at_most_ten_and_on_the_page_for_authors():
     texts = [file.read_text() for file in files() if "core" not in file.parts]
     for flag in told:
         users = sum(len(re.findall(rf"^    (?:def )?{flag}\b.*[=:]", text, re.M)) for text in texts)
-        assert users >= 2, f"{flag} has one user: let that one do without"
+        assert users >= 1 + (flag not in OF_ONE), f"{flag} has one user: let that one do without"
 
 
 ASKED_FOR = """

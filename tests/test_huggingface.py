@@ -115,7 +115,7 @@ def with_accelerate(
     if save and (accelerator.is_main_process or not saves_alone):
         accelerator.save_state(save)
     accelerator.wait_for_everyone()
-    return parameters_of(module), pipelines.handle(model).state
+    return parameters_of(module), pipelines.handle(model).sync_state
 
 
 def with_trainer(sync: Any, folder: Path, resume: bool = False, **given: Any) -> Any:
@@ -208,7 +208,8 @@ def test_the_main_process_alone_may_save_what_is_equal_on_all_ranks(rank: int, t
         with case.assertLogs(name) if rank == 0 else case.assertNoLogs(name) as logged:
             with_accelerate(SYNC, 1, save=folder, saves_alone=True)
         assert logged is None or ["rank 1 has not saved its part" in line for line in logged.output] == [True]
-        with pytest.raises(FileNotFoundError, match="no fnddp-rank1.pt in .*save_state on all ranks.*reset_sync=True"):
+        wrong, missing = fnddp.RankMismatchError, "no fnddp-rank1.pt in .*save_state on all ranks.*reset_sync=True"
+        with pytest.raises(FileNotFoundError if rank else wrong, match=missing):
             with_accelerate(SYNC, 1, load=folder)
         _, anew = with_accelerate(SYNC, 0, load=folder, reset_sync=True)
         assert not residual(anew).any()
@@ -281,7 +282,7 @@ def test_local_sgd_of_accelerate_warns_that_no_pipeline_runs(rank: int) -> None:
                 local.step()
         assert logged is None or ["LocalSGD" in line for line in logged.output] == [True]
         assert torch.equal(*everyones(parameters_of(module)))
-        assert not residual(pipelines.handle(model).state).any()
+        assert not residual(pipelines.handle(model).sync_state).any()
 
 
 @on_ranks(2)
@@ -293,7 +294,7 @@ def test_a_file_that_one_rank_lacks_is_an_error_on_both_and_a_folder_without_any
         if rank == 1:
             (tmp_path / "fnddp-rank1.pt").unlink()
         torch.distributed.barrier()
-        with pytest.raises(FileNotFoundError, match="there is no .*fnddp-rank1.pt"):
+        with pytest.raises(FileNotFoundError if rank else fnddp.RankMismatchError, match="there is no fnddp-rank1.pt"):
             with_accelerate(SYNC, 1, load=str(tmp_path))
         torch.distributed.barrier()
         (tmp_path / f"fnddp-rank{rank}.pt").unlink(missing_ok=True)
@@ -303,6 +304,20 @@ def test_a_file_that_one_rank_lacks_is_an_error_on_both_and_a_folder_without_any
             state = with_accelerate(SYNC, 0, load=str(tmp_path))[1]
         assert not residual(state).any()
         assert logged is None or ["has no fnddp state" in line for line in logged.output] == [True]
+
+
+@on_ranks(2)
+def test_a_file_of_another_pipeline_on_one_rank_is_an_error_on_both(rank: int, tmp_path: Path) -> None:
+    """Before the state of any is set."""
+    folder, other = tmp_path / "ours", tmp_path / "other"
+    with accelerated(rank):
+        with_accelerate(SYNC, 1, save=str(folder))
+        with_accelerate(error_feedback(fp16(allreduce)), 1, save=str(other))
+        if rank == 1:
+            (other / "fnddp-rank1.pt").rename(folder / "fnddp-rank1.pt")
+        torch.distributed.barrier()
+        with pytest.raises(ValueError if rank else fnddp.RankMismatchError, match="does not fit"):
+            with_accelerate(SYNC, 1, load=str(folder))
 
 
 @on_ranks(2)

@@ -159,7 +159,7 @@ def test_a_loss_scaler_skips_one_step(rank: int, text: str, way: str) -> None:
         optimizer.zero_grad()
         skipped += scaler.get_scale() < before
     assert skipped == 1
-    state = model.sync_state if way == "module" else handle.state
+    state = model.sync_state if way == "module" else handle.sync_state
     assert all(part.isfinite().all() for part in memory(state).values())
 
 
@@ -182,13 +182,13 @@ def test_residuals_on_two_axes_stay_as_they_were(rank: int) -> None:
 
 def train_with_nan(model: nn.Module, handle: Any, rank: int) -> None:
     for step, x in enumerate(batches(5)):
-        before = {path: part.clone() for path, part in memory(handle.state).items()}
+        before = {path: part.clone() for path, part in memory(handle.sync_state).items()}
         is_bad = step == 2
         (loss(model, x) * (math.nan if is_bad and rank == dist.get_world_size() - 1 else 1.0)).backward()
         own = [p.grad.to_local() for p in model.parameters()]
         assert all(bool(grad.isfinite().all()) is not is_bad for grad in own if grad.numel())
         model.zero_grad()
-        for path, part in memory(handle.state).items():
+        for path, part in memory(handle.sync_state).items():
             assert part.isfinite().all(), (step, path)
             if is_bad:
                 torch.testing.assert_close(part, before[path], rtol=0, atol=0, msg=path)

@@ -386,13 +386,13 @@ def test_weights_of_tokens_on_two_meshes(rank: int) -> None:
         (model(x).square().sum() / (tokens / 2 * 8)).backward()
     for (name, p), want in zip(model.named_parameters(), grads_by_name(plain, mesh), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), want, rtol=1e-4, atol=5e-3 if "expert" in name else 1e-6)
-    state = handle.state
+    state = handle.sync_state
     with (
         pytest.raises((ValueError, StepFailedError), match=r"must all give one weight|failed"),
         handle.weight(1 + rank),
     ):
         model(x).square().mean().backward()
-    assert bits(handle.state) == bits(state)
+    assert bits(handle.sync_state) == bits(state)
 
 
 @has_groups
@@ -405,8 +405,8 @@ def test_a_checkpoint_keeps_what_experts_of_each_mesh_have_lost(rank: int, tmp_p
     loss(made[0], x).backward()
     save(tmp_path, made[0], sync=first)
     load(tmp_path, made[1], sync=other)
-    assert bits(other.state) == bits(first.state)
-    everyone = everyones(first.state["1[1]"].residual["1.expert.0.weight"])
+    assert bits(other.sync_state) == bits(first.sync_state)
+    everyone = everyones(first.sync_state["1[1]"].residual["1.expert.0.weight"])
     assert not torch.equal(everyone[0], everyone[1])
 
 

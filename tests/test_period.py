@@ -36,7 +36,6 @@ def bytes_of(text: str, steps: int) -> list[int]:
         ("every(2, powersgd(allreduce, refresh=2))", 0, 4),
         ("every(3, random_k(allreduce, ratio=0.1))", 0, 3),
         ("warmup(every(2, fp16(allreduce)), steps=3)", 3, 2),
-        ("delayed(fp16(allreduce))", 1, 1),
         # Both begin at step 0: the one exchanges in the steps in which the other does not refresh.
         ("partition({'w': powersgd(allreduce, refresh=2), 'b': every(2, allreduce)})", 0, 2),
     ],

@@ -45,7 +45,7 @@ def test_same_numbers_as_the_pipeline(rank: int, options: dict[str, Any]) -> Non
             loss.backward()
         state = average(sync, plain.named_parameters(), state)
         assert bits(grads_of(model)) == bits(grads_of(plain))
-        assert bits(handle.state) == bits(state)
+        assert bits(handle.sync_state) == bits(state)
 
 
 @pytest.mark.parametrize("options", [*OPTIONS, {"find_unused_parameters": True}], ids=str)
@@ -208,7 +208,7 @@ def test_frozen_shared_and_sparse_parameters(rank: int) -> None:
     handle = fnddp.register(model, sync)
     for net in (model, plain):
         loss_of(net(index)).backward()
-    assert set(handle.state.residual) == {"0.weight", "2.weight", "2.bias"}
+    assert set(handle.sync_state.residual) == {"0.weight", "2.weight", "2.bias"}
     trained = [(name, p) for name, p in plain.named_parameters() if p.requires_grad]
     average(sync, trained, sync.init(dict(trained)))
     assert model.module[0].weight.grad.is_sparse
@@ -234,7 +234,7 @@ def test_a_backward_that_breaks_off_fails_the_step_on_all(rank: int) -> None:
     model, plain = DistributedDataParallel(Hooked(), bucket_cap_mb=0.01, process_group=group), Hooked()
     handle = fnddp.register(model, fnddp.parse(COMPRESSED))
     loss_of(model(batch(rank, 0))).backward()
-    before, own = bits(handle.state), [p.grad.clone() for p in model.parameters()]
+    before, own = bits(handle.sync_state), [p.grad.clone() for p in model.parameters()]
     loss_of(plain(batch(rank, 1))).backward()
     if rank == 1:
         with pytest.raises(ZeroDivisionError):
@@ -246,7 +246,7 @@ def test_a_backward_that_breaks_off_fails_the_step_on_all(rank: int) -> None:
             loss_of(model(batch(rank, 1))).backward()
         own = [was + p.grad for was, p in zip(own, plain.parameters(), strict=True)]
         assert bits(grads_of(model)) == bits(own)
-    assert bits(handle.state) == before
+    assert bits(handle.sync_state) == before
 
 
 @on_ranks(2)
@@ -263,7 +263,7 @@ def test_a_forward_without_gradients_does_not_end_a_step(rank: int) -> None:
             model.zero_grad()
             loss_of(model(batch(rank, i), forward)).backward()
         assert bits(grads_of(models[0])) == bits(grads_of(models[1]))
-        assert bits(handles[0].state) == bits(handles[1].state)
+        assert bits(handles[0].sync_state) == bits(handles[1].sync_state)
 
 
 @on_ranks(2)
@@ -274,7 +274,7 @@ def test_uneven_inputs_with_join(rank: int) -> None:
         for step in range(2 + 3 * rank):  # rank 0 runs out first and shadows with zero gradients
             model.zero_grad()
             loss_of(model(batch(rank, step))).backward()
-    everyone = gather(bits(handle.state.inner.q))
+    everyone = gather(bits(handle.sync_state.inner.q))
     assert everyone[0] == everyone[1]
 
 

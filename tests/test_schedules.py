@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
-from fnddp import allgather, allreduce, delayed, error_feedback, every, fp16, measure, skip_nonfinite, topk
-from fnddp.laws import bits, gather
+from fnddp import allgather, allreduce, error_feedback, every, measure, topk
+from fnddp.laws import bits
 from tests.models import Parts, batch, loss_of, make_model
 from tests.ranks import on_ranks
 from tests.test_passes import Applied
@@ -86,92 +86,6 @@ def test_switch_holds_one_residual_for_all_stages():
     assert state.step == 2
 
 
-@on_ranks(2, threads=True)
-def test_delayed_gives_the_mean_before_and_memory_knows_what_is_late(rank: int) -> None:
-    sparse = topk(allgather, ratio=0.2)
-    first, *late = fnddp.laws.run(error_feedback(delayed(sparse)), draws, rank)[0]
-    assert set(first.values()) == {None}
-    assert bits(late) == bits(fnddp.laws.run(error_feedback(sparse), draws, rank)[0][:-1])
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        "error_feedback(powersgd(fp16(allreduce), rank=2))",
-        "error_feedback(every(2, allreduce))",
-        "shared_momentum(error_feedback(quantize(two_shot)))",
-    ],
-)
-@on_ranks(2, threads=True)
-def test_a_nan_of_one_rank_is_skipped_on_all(rank: int, inner: str) -> None:
-    sync = skip_nonfinite(fnddp.parse(inner))
-    steps = [fnddp.jit(sync), sync]
-    states: list[Any] = [sync.init(draws(rank, 0)) for _ in steps]
-    for step in range(4):
-        grads = draws(rank, step)
-        if step == 1 and rank == 1:
-            grads["w"][3, 4] = torch.nan
-        for i, run in enumerate(steps):
-            before = states[i]
-            mean, states[i] = run(grads, before)
-            assert states[i].skipped.item() == (step >= 1)
-            tensors = [
-                {k: v for k, v in fnddp.state_dict(s.inner).items() if isinstance(v, Tensor)}
-                for s in (before, states[i])
-            ]
-            assert (bits(tensors[0]) == bits(tensors[1])) == (step == 1)
-            assert all(v.isfinite().all() for v in tensors[1].values())
-            for leaf in mean.values():
-                assert leaf is None or (not leaf.isfinite().any() if step == 1 else leaf.isfinite().all())
-    assert bits(states[0]) == bits(states[1])
-
-
-@on_ranks(2)
-def test_a_loss_scaler_skips_where_the_wire_overflows_as_with_plain_ddp(rank: int) -> None:
-    model = fnddp.DistributedDataParallel(make_model(), sync=skip_nonfinite(error_feedback(fp16(allreduce))))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
-    moved = []
-    for step in range(25):
-        optimizer.zero_grad()
-        before = bits(list(model.parameters()))
-        scaler.scale(loss_of(model(batch(rank, step)))).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        moved.append(bits(list(model.parameters())) != before)
-        state = model.sync_state
-        assert all(leaf.isfinite().all() for leaf in state.inner.residual.values())
-        assert state.skipped.item() == moved.count(False)
-    assert not moved[0]
-    assert moved[-1]
-    assert all(scale == scaler.get_scale() for scale in gather(scaler.get_scale()))
-
-
-@pytest.mark.parametrize(
-    ("text", "bad", "want"),
-    [
-        ("delayed(allreduce)", {0: torch.nan}, [None, 0, 2, 3, 4]),  # a step without an update has nothing to spoil
-        ("delayed(allreduce)", {2: torch.nan}, [None, 1, "nan", 2, 4]),
-        ("delayed(fp16(allreduce))", {2: 1e6}, [None, 1, "nan", 2, 4]),  # beyond float16: it is not held either
-        ("error_feedback(delayed(fp16(two_shot)))", {2: 1e6}, [None, 1, "nan", 2, 4]),
-        ("every(3, delayed(measure(allreduce)))", {}, [None] * 5),  # what is NaN as nothing was measured yet
-    ],
-)
-@on_ranks(2, threads=True)
-def test_a_delayed_mean_comes_after_the_step_that_was_skipped(rank, text, bad, want):
-    """The mean that was held back is held once more; that of the step itself never comes."""
-    sync = skip_nonfinite(fnddp.parse(text))
-    for run in (sync, fnddp.jit(sync)):
-        state, got = sync.init({"w": torch.ones(2)}), []
-        for step in range(5):
-            leaf = torch.full((2,), float(step + 1))
-            leaf[0] = bad.get(step, leaf[0]) if rank else leaf[0]
-            mean, state = run({"w": leaf}, state)
-            got.append(None if mean["w"] is None else "nan" if mean["w"].isnan().all() else mean["w"][1].item())
-        assert got == want
-        assert state.skipped.item() == len(bad)
-
-
 @given(scale=st.floats(2**-20, 2**20), max_norm=st.floats(2**-10, 2**10))
 def test_clipping_is_torchs(scale: float, max_norm: float):
     params = [nn.Parameter(torch.zeros_like(leaf)) for leaf in draws(0, 0).values()]
@@ -214,30 +128,14 @@ def test_a_lossless_pipeline_measures_nothing_lost_and_zeros_have_no_angle():
     assert (state.error.item(), state.cosine.item()) == (0, 0)
 
 
-@on_ranks(2, threads=True)
-def test_a_nan_in_a_leaf_that_is_not_reduced_is_skipped_on_all(rank: int) -> None:
-    sync = fnddp.parse("skip_nonfinite(error_feedback(partition({'e*': fp16(none), '*': fp16(allreduce)})))")
-    grads = {"experts": torch.full((2,), 1e6 if rank else 1.0), "shared": torch.full((3,), 1 / 3)}
-    mean, state = sync(grads, sync.init(grads))
-    assert state.skipped == 1
-    assert mean["shared"].isnan().all()
-
-
 STAGES = ["allreduce", "powersgd(allreduce)", "every(2, allreduce)", "error_feedback(fp16(allreduce))", "allgather"]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("first", "second"),
-    [*pairwise([*STAGES, "allreduce"]), (STAGES[0], "delayed(allreduce)"), (STAGES[1], "qsgd(allgather)")],
+    [*pairwise([*STAGES, "allreduce"]), (STAGES[1], "qsgd(allgather)")],
 )
 def test_stages_of_a_switch_may_have_states_of_other_structures(first, second):
     sync = fnddp.parse(f"switch({{0: {first}, 2: {second}}})")
     fnddp.laws.check(sync, ranks=[2], grads=fnddp.laws.model)
-
-
-def test_a_delayed_mean_of_another_tree_is_named():
-    sync = delayed(allreduce)
-    _, state = sync({"w": torch.ones(3)}, sync.init({"w": torch.ones(3)}))
-    with pytest.raises(ValueError, match="delayed: .*'w'"):
-        sync({"w": torch.ones(4)}, state)

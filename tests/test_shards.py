@@ -205,7 +205,7 @@ def test_differences_of_weights_end_at_the_weights(rank: int) -> None:
         assert torch.equal(loss(ours, x), value)
     assert counter.wire_bytes == 0
     change(ours, plain, by=lambda p: p + 1e-4)
-    handle.state = handle.state  # as when a checkpoint is loaded, with other weights
+    handle.sync_state = handle.sync_state  # as when a checkpoint is loaded, with other weights
     assert torch.equal(loss(ours, x), loss(plain, x))
 
 
@@ -234,7 +234,7 @@ def test_differences_follow_weights_whoever_writes_them(rank: int, weights: str)
         assert not loss(ours, x).isfinite()
         first.copy_(good)
         assert torch.equal(loss(ours, x), loss(plain, x))
-    handle.state = handle.state
+    handle.sync_state = handle.sync_state
     with torch.inference_mode():
         loss(ours, x)
     loss(ours, x).backward()
@@ -322,7 +322,7 @@ def test_error_feedback_loses_nothing(rank: int, weights: tuple[int, ...]) -> No
         for name, grad in local_grads(x, extra).items():
             if step > 0 or name != "layers.1.weight":
                 expected[name] = expected.get(name, torch.zeros(())) + sum(everyones(grad * shares[rank]))
-    kept = {name: each for state in handle.state.values() for name, each in state.residual.items()}
+    kept = {name: each for state in handle.sync_state.values() for name, each in state.residual.items()}
     for name, out in whole_grads(ours).items():
         assert kept[name].shape == out.shape
         mean = sum(everyones(kept[name])) / dist.get_world_size()
@@ -462,7 +462,7 @@ def test_an_error_of_one_rank_is_one_on_all(rank: int, where: tuple[type, str]) 
     first, odd, last = batches(3)
     for model in models:
         loss(model, first).backward()
-    before, states = bits(whole_grads(models[0])), [bits(handle.state) for handle in handles[0]]
+    before, states = bits(whole_grads(models[0])), [bits(handle.sync_state) for handle in handles[0]]
     works, calls = getattr(*where), []
 
     def failing(self: Any, *arguments: Any) -> Any:
@@ -479,13 +479,13 @@ def test_an_error_of_one_rank_is_one_on_all(rank: int, where: tuple[type, str]) 
         with pytest.raises(kind, match=text):
             loss(models[0], odd).backward()
     assert bits(whole_grads(models[0])) == before
-    assert [bits(handle.state) for handle in handles[0]] == states
+    assert [bits(handle.sync_state) for handle in handles[0]] == states
     assert (handles[0][0].steps, handles[0][0].failed_steps) == (1, 1)
     for model in models:
         loss(model, last).backward()
     assert bits(whole_grads(models[0])) == bits(whole_grads(models[1]))
     for one, other in zip(*handles, strict=True):
-        assert bits(one.state) == bits(other.state)
+        assert bits(one.sync_state) == bits(other.sync_state)
 
 
 @on_ranks(2)
@@ -548,13 +548,13 @@ def test_other_pipelines_begin_anew_where_it_is_asked_for(rank: int, tmp_path: P
     others = {**ALL_AXES, "gradients": "bf16(two_shot)"}
     resumed = sharded(mesh["shard"], seed=1)
     again = compress(resumed, mesh, **others)
-    initial = fnddp.state_dict(again.state)
+    initial = fnddp.state_dict(again.sync_state)
     train(resumed, batches(1))
     with pytest.raises(ValueError, match="reset_sync=True"):
         load(tmp_path, resumed, sync=again)
     load(tmp_path, resumed, sync=again, reset_sync=True)
     assert torch.equal(local(resumed), local(model))
-    for key, value in fnddp.state_dict(again.state).items():
+    for key, value in fnddp.state_dict(again.sync_state).items():
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(initial[key]))
     train(resumed, batches(1))
 
@@ -654,11 +654,11 @@ def test_an_error_of_one_rank_before_training_is_one_on_all_axes(rank: int) -> N
 def test_replicas_that_set_another_counter_are_told_so_on_all_ranks(rank: int) -> None:
     mesh = meshes(2, 2)
     handle = compress(sharded(mesh), mesh, gradients="quantize(two_shot, rounding='stochastic')")
-    before = fnddp.state_dict(handle.state)
+    before = fnddp.state_dict(handle.sync_state)
     later = {key: value + (1 + rank // 2) * key.startswith("replicated") for key, value in before.items()}
     with pytest.raises(RankMismatchError, match="ranks disagree about state"):
-        handle.state = fnddp.load_state_dict(handle.state, later)
-    assert fnddp.state_dict(handle.state) == before
+        handle.sync_state = fnddp.load_state_dict(handle.sync_state, later)
+    assert fnddp.state_dict(handle.sync_state) == before
 
 
 @pytest.mark.thorough
@@ -681,7 +681,7 @@ def test_one_handle_for_all_axes(rank: int) -> None:
     assert (stats["steps"], stats["failed_steps"]) == (shards.steps + 1, 0)
     lines = handle.plan.show({name: Link.parse("1gbit:1ms") for name in ("gradients", "weights", "replicas")})
     assert [line.split()[0] for line in lines.splitlines()] == ["axis", "gradients", "weights", "replicas"]
-    handle.state = handle.state
+    handle.sync_state = handle.sync_state
     parts: Any = Net().named_modules()
     groups = {name: dict(each.named_parameters(name)) for name, each in parts if isinstance(each, nn.Linear)}
     options = {"world_size": {"shards": 2, "replicas": 2}, **ALL_AXES}
@@ -752,7 +752,7 @@ def _saves(rank: int, folder: str) -> Tensor:
     model, handle = _compressed(2, 2)
     train(model, batches(3))
     save(folder, model, sync=handle)
-    return mean_residual(handle.state["shards"])
+    return mean_residual(handle.sync_state["shards"])
 
 
 def _loads(rank: int, folder: str) -> Tensor:
@@ -761,7 +761,7 @@ def _loads(rank: int, folder: str) -> Tensor:
         load(folder, model, sync=handle)
     model, handle = _compressed(1, 2)
     load(folder, model, sync=handle)
-    residual = mean_residual(handle.state["shards"])
+    residual = mean_residual(handle.sync_state["shards"])
     train(model, batches(1))
     return residual
 

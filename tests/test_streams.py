@@ -30,7 +30,7 @@ from tests.streams import Checker, StreamWire, Work, calls, checking, opaque, re
 
 POWERSGD = "error_feedback(powersgd(fp16(allreduce), rank=2, min_compression_rate=0))"
 QUANTIZED = "error_feedback(quantize(two_shot, bits=4))"
-TEXTS = ["allreduce", POWERSGD, QUANTIZED, "ef21(topk(allgather, ratio=0.25))", "delayed(fp16(allreduce))"]
+TEXTS = ["allreduce", POWERSGD, QUANTIZED, "ef21(topk(allgather, ratio=0.25))", "every(2, fp16(allreduce))"]
 PERIODIC = [
     "every(2, powersgd(allreduce, rank=2, min_compression_rate=0))",
     "warmup(powersgd(allreduce, rank=2, min_compression_rate=0), steps=1, before=fp16(allreduce))",

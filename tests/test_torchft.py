@@ -27,7 +27,7 @@ from torchft.local_sgd import DiLoCo, LocalSGD
 
 import fnddp
 from fnddp import RankMismatchError, outer
-from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel, QuorumError
+from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, QuorumError
 from fnddp.laws import bits
 from fnddp.wire.c10d import over
 from tests.replicas import (
@@ -146,7 +146,7 @@ def reports(manager: Any, net: Network, options: Mapping[str, Any]) -> torch.nn.
 def two_halves(manager: Any, net: Network, options: Mapping[str, Any]) -> torch.nn.Module:
     first, second = net[0], torch.nn.Sequential(net[1], net[2])
     wrapped = (
-        PureDistributedDataParallel(manager, first, sync=fnddp.parse(options["sync"])),
+        DistributedDataParallel(manager, first, sync=fnddp.parse(options["sync"])),
         DistributedDataParallel(manager, second),
     )
     return torch.nn.Sequential(*wrapped)
@@ -168,7 +168,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], Trap | None]] = {
     "two backwards, in the first": ({"backwards": 2, "sync": "allreduce"}, Trap("collective 1", AT)),
     "two backwards, in the second": ({"backwards": 2, "sync": "allreduce"}, Trap("collective 3", AT)),
     "a weight": ({"sync": f"weighted({LOSSY})", "weighs": True}, Trap("collective 0", AT)),  # that of the weight
-    "two modules, and the simple class": ({"wrap": two_halves}, Trap("backward", AT)),
+    "two modules": ({"wrap": two_halves}, Trap("backward", AT)),
     "two modules, a step left out": (
         {"wrap": two_halves_from_the_last, "leaves_out": True},
         Trap("forward", AT, "raise"),

@@ -8,7 +8,7 @@ import torch
 
 import fnddp
 from fnddp import error_feedback, fp16, powersgd, two_shot
-from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, PureDistributedDataParallel, attach
+from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, attach
 from fnddp.laws import bits
 from fnddp.reducers.all_reduce import all_reduce, allreduce
 from fnddp.wire.kinds import KINDS, REDUCE_SCATTER
@@ -97,13 +97,6 @@ def test_a_manager_without_a_state_dict():
     with pytest.raises(ValueError, match="a replica that joins would get no parameters"):
         manager.start_quorum()
     assert list(model.state_dict()) == [f"module.{name}" for name in Network(0).state_dict()]
-
-
-def test_a_message_for_each_parameter():
-    simple = PureDistributedDataParallel(StandIn(), Network(0), sync=allreduce)
-    assert simple.plan is not None
-    assert len(simple.plan.collectives) == 4
-    assert isinstance(simple, torch.nn.parallel.DistributedDataParallel)
 
 
 def test_what_is_local_begins_at_zero_in_a_replica_that_joins():

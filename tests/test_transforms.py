@@ -141,8 +141,8 @@ BAD_OPTIONS = {
     "measure(partition({'e*': none, '*': allreduce}))": "gives ranks other means of some leaves",
     "partition({'e*': fp16(none, check=True), '*': allreduce})": "gives ranks other means of some leaves",
     "clip_by_global_norm(partition({'e*': all_reduce(group='1'), '*': allreduce}), 1.0)": "gives ranks other means",
-    "hierarchical(clip_by_global_norm(all_reduce('1'), 1.0), intra='0')": "needs whole leaves, .* put it outside",
-    "hierarchical(skip_nonfinite(all_reduce('1')), intra='0')": "needs whole leaves, .* give whole leaves, shard=False",
+    "hierarchical(clip_by_global_norm(all_reduce('1'), 1.0), intra='0')": "needs whole leaves, .* put it "
+    r"outside, clip_by_global_norm\(hierarchical\(...\)\), or give whole leaves, shard=False",
     "random_k(allreduce)": "random_k: give ratio or k",
     "random_k(allreduce, k=0)": "k must be at least 1",
     "random_block(allreduce, ratio=1.5)": r"ratio must be in \(0, 1\]",
@@ -271,7 +271,7 @@ AT_THE_END_OF_THEIR_RANGE = [
     "shared_momentum(allreduce, beta=0)",
     *("clip_by_global_norm(allreduce, max_norm=0.5)", "bucketize(allreduce, cap_mb=0.5, first_cap_mb=0.5)"),
     *("powersgd(allreduce, refresh=2)", "powersgd(allreduce, min_compression_rate=0, epsilon=0)"),
-    "hierarchical(skip_nonfinite(all_reduce(group='1')), intra='0', shard=False)",
+    "hierarchical(clip_by_global_norm(all_reduce(group='1'), 1.0), intra='0', shard=False)",
     *("warmup(allreduce, steps=0)", "every(1, allreduce)", "qsgd(allgather, levels=127, block=1)"),
 ]
 

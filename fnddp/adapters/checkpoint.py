@@ -1,19 +1,16 @@
-"""A pipeline's state in checkpoints: torch's distributed ones, the first rank's file, or a file of each rank."""
+"""A pipeline's state in checkpoints of torch.distributed.checkpoint."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from fnddp.core.agreement import agree
 from fnddp.core.parse import parse
-from fnddp.core.state import FEW, differing, load_state_dict, parts, state_dict
+from fnddp.core.state import differing, load_state_dict, parts, state_dict
 from fnddp.core.sync import LOCAL, State, Sync
 from fnddp.core.tree import is_inexact
-from fnddp.wire import control, groups
+from fnddp.wire import groups
 
 _WORLD_SIZE = "world_size"  # key of the number of ranks that saved a checkpoint
 _PARTS = "parts"
@@ -215,112 +212,3 @@ def combined(values: Mapping[int, Any], shares: Mapping[int, float]) -> Any:
 def of_rank(rank: int, key: str) -> str:
     """Return the key of a local part of `rank`."""
     return f"rank{rank}/{key}"
-
-
-def gathered(checkpoint: Checkpoint, group: str | None) -> dict[str, Any]:
-    """Return the state of all ranks as one flat dict on the CPU of the first rank; on other ranks an empty dict.
-
-    All ranks must call it. Only local parts are sent. The wrong choice where those of all ranks do not fit into the
-    first rank's memory: let `torch.distributed.checkpoint` write a `Checkpoint`.
-    """
-    mine = _on_cpu(checkpoint)
-    everyone = [mine]
-    if checkpoint.has_local_parts:
-        everyone = control.gather_object(mine, group)
-    if groups.rank(group) != 0:
-        return {}
-    return {key: value for each in everyone for key, value in each.items()}
-
-
-def load_gathered(owner: HasCheckpoint, saved: Mapping[str, Any]) -> None:
-    """Set the state of `owner` to the result of `gathered`, on as many ranks or on others: see `shares`.
-
-    Raises:
-        ValueError: `saved` is of another pipeline or other parameters.
-    """
-    owner.sync_checkpoint(saved[_WORLD_SIZE]).load_state_dict(saved)
-
-
-def save_file(checkpoint: Checkpoint, group: str | None, folder: str | Path, name: str) -> None:
-    """Write this rank's state to `folder/name-rank<r>.pt`; nothing is sent.
-
-    All ranks call it, or one alone if there are no local parts.
-    """
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    torch.save(_on_cpu(checkpoint), file_of(folder, name, groups.rank(group)))
-
-
-def load_files(owner: HasCheckpoint, group: str | None, folder: str | Path, name: str) -> bool:
-    """Set the state of `owner` from the files of `save_file`, written by as many ranks or another number: see `shares`.
-
-    All ranks must call it. As many ranks each read only their own file; another number of ranks reads all files. Where
-    the state has no local parts, one file is enough.
-
-    Returns:
-        False if there is no file, on any rank.
-
-    Raises:
-        FileNotFoundError: On all ranks: files are missing, which it names.
-        ValueError: Files that this rank reads have other entries; the other ranks raise a RankMismatchError.
-        RankMismatchError: On all ranks: their files have other entries.
-        ValueError: On all ranks: all files are of another pipeline, or other parameters.
-    """
-    owner.sync_checkpoint()  # ends a step that has broken off on this rank, in which the others wait
-    mine = file_of(folder, name, groups.rank(group))
-    found = sorted(Path(folder).glob(f"{name}-rank*.pt"), key=lambda path: path != mine)  # this rank's own first
-    if not any(control.all_gather_object(bool(found), group)):
-        return False
-    saved: dict[str, Any] = {}
-    missing: list[Path] = []
-
-    def read() -> dict[str, str]:
-        if not found:
-            raise _missing(folder, [mine])
-        first = _read(found[0])
-        of_ranks = shares(groups.rank(group), groups.world_size(group), first[_WORLD_SIZE])
-        has_local_parts = any(key.startswith(f"{LOCAL}/") for key in first[_PARTS])
-        wanted = [file_of(folder, name, r) for r in of_ranks] if has_local_parts else found[:1]
-        missing.extend(path for path in wanted if path not in found)
-        for each in (_read(path) for path in wanted if path in found):
-            if _origin(each) != _origin(first):
-                raise ValueError(f"{folder} has files of different runs: {_origin(first)}, and {_origin(each)}")
-            saved.update(each)
-        return _origin(first)
-
-    agree(read, group)  # before any state is set
-    if absent := list(dict.fromkeys(path for each in control.all_gather_object(missing, group) for path in each)):
-        raise _missing(folder, absent)
-    load_gathered(owner, saved)
-    return True
-
-
-def file_of(folder: str | Path, name: str, rank: int) -> Path:
-    """Return the path of the file that `save_file` writes on `rank`."""
-    return Path(folder) / f"{name}-rank{rank}.pt"
-
-
-def _origin(saved: Mapping[str, Any]) -> dict[str, str]:
-    """Return what files that were saved together have in common."""
-    entries = "\n".join(sorted(saved[_PARTS])).encode()
-    return {
-        "the number of ranks that saved": str(saved[_WORLD_SIZE]),
-        "their pipeline": saved[_PIPELINE],
-        "their state": f"{len(saved[_PARTS])} entries, whose names have the sum {crc32(entries):08x}",
-    }
-
-
-def _missing(folder: str | Path, paths: Sequence[Path]) -> FileNotFoundError:
-    names = ", ".join(path.name for path in paths[:FEW]) + f" and {len(paths) - FEW} more" * (len(paths) > FEW)
-    return FileNotFoundError(
-        f"there is no {names} in {folder}: each rank has a part of the pipeline's state of its own, for which it must "
-        "save a file (accelerator.save_state on all ranks, not on the main process alone) in a folder that all ranks "
-        f"see; to go on without that state, give {BEGIN_ANEW}"
-    )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _on_cpu(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {key: v.cpu() if isinstance(v, Tensor) else v for key, v in checkpoint.state_dict().items()}

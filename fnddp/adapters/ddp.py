@@ -275,7 +275,7 @@ def register(
         wire, backend: See `value_and_grad`.
 
     Returns:
-        A handle whose `state` can be saved (`fnddp.state_dict(handle.state)`) and set.
+        A handle whose `sync_state` can be saved (`fnddp.state_dict(handle.sync_state)`) and set.
 
     Raises:
         RankMismatchError: On all ranks, if they disagree about the pipeline, the parameters or the state.
@@ -289,7 +289,7 @@ def register(
     >>> model = DistributedDataParallel(torch.nn.Linear(8, 8))
     >>> handle = register(model, error_feedback(powersgd(allreduce)))
     >>> model(torch.ones(1, 8)).sum().backward()
-    >>> handle.state.residual["weight"].shape
+    >>> handle.sync_state.residual["weight"].shape
     torch.Size([8, 8])
     >>> del model, handle  # before their process group: torch joins a thread there, which may wait for this one
     >>> dist.destroy_process_group()
@@ -319,7 +319,7 @@ def register(
             )
         handles.append(Handle(model, given.over(group, unnamed_only=True), wire, backend))
         parameters = handles[0]._parameters  # pyright: ignore[reportPrivateUsage]
-        return {"the backend": str(backend), **description(given, parameters, handles[0].state)}
+        return {"the backend": str(backend), **description(given, parameters, handles[0].sync_state)}
 
     agree(set_up, group, call="register")
     (handle,) = handles

@@ -176,8 +176,6 @@ class PipelineHandle(HasPipeline):
         group: Name of the model's process group; None for the default one.
     """
 
-    state = HasPipeline.sync_state
-
     def __init__(self, leaves: Leaves, sync: Sync, group: str | None, wire: Wire = C10D, **options: Any) -> None:
         warn_without_memory(sync)
 

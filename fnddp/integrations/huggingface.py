@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
@@ -13,15 +14,21 @@ from accelerate.utils import reduce as reduce_over_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fnddp.adapters.checkpoint import file_of, load_files, save_file
+from fnddp.adapters.checkpoint import BEGIN_ANEW, shares
 from fnddp.adapters.ddp import Handle, register
+from fnddp.core.agreement import agree
 from fnddp.core.state import parts
-from fnddp.core.sync import State, Sync
+from fnddp.core.sync import LOCAL, State, Sync
 from fnddp.run.choose import Auto, resolved
-from fnddp.wire.groups import live_rank
+from fnddp.wire.groups import live_rank, rank, world_size
 
 _NAME = "fnddp"
 _SAVES_WITHIN = 2.0  # seconds between the files of ranks that save together
+_ADVICE = (
+    "and each rank has a part of the pipeline's state of its own, for which it must save a file "
+    "(accelerator.save_state on all ranks, not on the main process alone) in a folder that all ranks see; to go on "
+    f"without that state, give {BEGIN_ANEW}"
+)
 _log = get_logger(__name__)
 _TRAINER_METHODS = (
     "create_accelerator_and_postprocess",
@@ -62,10 +69,11 @@ class Pipelines:
         """
         for name, handle in self._named(models):
             checkpoint = handle.sync_checkpoint()
-            save_file(checkpoint, handle.group, folder, name)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            torch.save(checkpoint.state_dict(), _file(folder, name, rank(handle.group)))
             if self._looks_for_files and checkpoint.has_local_parts and live_rank(handle.group) == 0:
                 self._looks_for_files = False
-                if not _comes(file_of(folder, name, 1)):
+                if not _comes(_file(folder, name, 1)):
                     _log.warning(
                         f"rank 1 has not saved its part of the state of {handle.sync} in {folder}, without which "
                         "load_state refuses to resume: call accelerator.save_state on all ranks, not on the main "
@@ -77,7 +85,7 @@ class Pipelines:
         for name, handle in self._named(models):
             if self._resets:
                 handle.reset_sync()
-            elif not load_files(handle, handle.group, folder, name) and list(parts(handle.state)):
+            elif not _load(handle, folder, name) and list(parts(handle.sync_state)):
                 _log.warning(f"{folder} has no fnddp state: {handle.sync} starts from its initial state")
 
         if not self._handles and any(Path(folder).glob(f"{_NAME}-rank*.pt")):
@@ -111,6 +119,43 @@ class Pipelines:
         mine = {*model.parameters()}  # whose modules `compile_regions` of Accelerate has copied
         found = [handle for wrapped, handle in self._handles.items() if mine.issuperset(wrapped.parameters())]
         return found[-1] if found else None
+
+
+def _file(folder: str, name: str, rank: int) -> Path:
+    return Path(folder) / f"{name}-rank{rank}.pt"
+
+
+def _load(handle: Handle, folder: str, name: str) -> bool:
+    """Set the state of `handle` from the files of `save`; return False if there is none. All ranks call this.
+
+    As many ranks as saved each read only their own file; others also read those of which they take shares.
+    """
+    handle.sync_checkpoint()  # ends a step that has broken off on this rank, in which the others wait
+    group, saved = handle.group, dict[str, Any]()
+
+    def read() -> dict[str, str]:
+        first = _file(folder, name, rank(group))
+        found = sorted(Path(folder).glob(f"{name}-rank*.pt"), key=lambda path: path != first)
+        if found:
+            saved.update(_read(found[0]))
+            if any(key.startswith(f"{LOCAL}/") for key in saved["parts"]):
+                of_ranks = shares(rank(group), world_size(group), saved["world_size"])
+                for path in {_file(folder, name, r) for r in of_ranks} - {found[0]}:
+                    saved.update(_read(path))
+            handle.sync_checkpoint(saved["world_size"]).require_fitting(saved)
+        of = f"{saved['pipeline']} of {saved['world_size']} ranks" if saved else f"none in {folder}, {_ADVICE}"
+        return {"files of the pipeline's state": of}
+
+    agree(read, group, call="load_state")  # before any state is set
+    if saved:
+        handle.sync_checkpoint(saved["world_size"]).load_state_dict(saved)
+    return bool(saved)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {path.name} in {path.parent}, {_ADVICE}")
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _comes(path: Path) -> bool:
@@ -212,7 +257,7 @@ class FnddpTrainerMixin:
     @property
     def sync_state(self) -> State:
         """State of the pipeline; a ValueError before training, or with one process alone."""
-        return self.pipelines.handle(self.model_wrapped).state
+        return self.pipelines.handle(self.model_wrapped).sync_state
 
     def create_accelerator_and_postprocess(self) -> None:
         """Prepare the Trainer's accelerator before it wraps anything."""

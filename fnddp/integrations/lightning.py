@@ -10,13 +10,14 @@ from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from fnddp.adapters.checkpoint import Checkpoint, gathered, load_gathered
+from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.core import tree
 from fnddp.core.state import load_state_dict, parts, state_dict
 from fnddp.core.sync import State, Sync
 from fnddp.device import device_of
 from fnddp.run.choose import AUTO, Auto, resolved
+from fnddp.wire import control
 
 KEY = "fnddp"
 """Key of the pipeline's state in a checkpoint of Lightning."""
@@ -86,7 +87,7 @@ class FnddpStrategy(DDPStrategy):
         """Write `checkpoint` on the first rank, with the pipeline's state unless it holds only weights."""
         if "optimizer_states" in checkpoint and self.sync_state is not None:
             owner: Any = self  # which is read alone
-            checkpoint = {**checkpoint, KEY: gathered(Checkpoint(owner, None, order=owner), None)}
+            checkpoint = {**checkpoint, KEY: _gathered(Checkpoint(owner, None, order=owner))}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -133,7 +134,7 @@ class FnddpFabricStrategy(FabricDDPStrategy):
     ) -> None:
         """Write `state` on the first rank, with the pipeline state of each module in it."""
         ours = {name: model for name, model in state.items() if isinstance(model, DistributedDataParallel)}
-        saved = {name: gathered(model.sync_checkpoint(), None) for name, model in ours.items()}
+        saved = {name: _gathered(model.sync_checkpoint()) for name, model in ours.items()}
         super().save_checkpoint(path, {**state, KEY: saved} if saved else state, storage_options, filter)
 
     def load_checkpoint(
@@ -176,8 +177,15 @@ def _pipeline(sync: str | Sync, kwargs: Mapping[str, Any]) -> Sync | Auto:
     return resolved(sync)
 
 
+def _gathered(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return, on the first rank, the state of all ranks as one flat dict on the CPU. All ranks call this."""
+    mine = {key: v.cpu() if isinstance(v, Tensor) else v for key, v in checkpoint.state_dict().items()}
+    everyone = control.gather_object(mine, None) if checkpoint.has_local_parts else [mine]
+    return {key: value for each in everyone for key, value in each.items()}
+
+
 def _restore(model: DistributedDataParallel, saved: Mapping[str, Any]) -> None:
     if saved:
-        load_gathered(model, saved)
+        model.sync_checkpoint(saved["world_size"]).load_state_dict(saved)
     elif list(parts(model.sync_state)):
         rank_zero_warn(f"the checkpoint has no fnddp pipeline state, so {model.sync} starts from its initial state")

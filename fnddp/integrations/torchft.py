@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 _c10d: Any = dist.distributed_c10d
 _KEY = "fnddp.sync_state"
-_BYTE = 2.0**-20  # in MiB
 
 
 class QuorumError(RuntimeError):
@@ -403,18 +402,6 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
             raise RankMismatchError(f"this replica (rank 1) cannot heal from another one (rank 0): {differs}")
         fresh = self.sync.init(grads)
         self.sync_state = states.load_state_dict(fresh, {**states.state_dict(fresh), **theirs["state"]})
-
-
-class PureDistributedDataParallel(DistributedDataParallel):
-    """`DistributedDataParallel` with one message for each parameter, as in torchft's class of that name.
-
-    For debugging: many small messages are slow.
-
-    Source: `torchft/ddp.py`, whose class never waits for a collective, so that replicas differ.
-    """
-
-    def __init__(self, manager: "Manager", module: nn.Module, *, sync: Sync | str = allreduce) -> None:
-        super().__init__(manager, module, sync=sync, bucket_cap_mb=_BYTE)
 
 
 def attach(

@@ -19,7 +19,6 @@ class SyncStats(TypedDict):
     Attributes:
         steps: Steps that have succeeded so far.
         failed_steps: Steps so far that failed on all ranks.
-        skipped_steps: Steps so far that `skip_nonfinite` has withheld; None without it.
         wire_bytes: Bytes that this rank passed to the collectives of its plan in the last step, without the weight
             of 8 bytes and the vote of a byte for each leaf.
         link_bytes: Bytes that it sent over its link for these collectives, in rings.
@@ -32,7 +31,6 @@ class SyncStats(TypedDict):
 
     steps: int
     failed_steps: int
-    skipped_steps: int | None
     wire_bytes: int | None
     link_bytes: int | None
     collectives: int | None
@@ -47,11 +45,9 @@ def stats(engine: Engine) -> SyncStats:
     taken = engine.taken()
     plan, state = engine.plan, engine.state
     residuals = _fields(state, "residual")
-    skipped = _fields(state, "skipped")
     return {
         "steps": engine.steps,
         "failed_steps": engine.failed_steps,
-        "skipped_steps": sum(int(count) for count in skipped) if skipped else None,
         "wire_bytes": None if plan is None else plan.wire_bytes,
         "link_bytes": None if plan is None else estimate(plan.collectives, Link(math.inf)).link_bytes,
         "collectives": None if plan is None else len(plan.collectives),

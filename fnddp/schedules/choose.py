@@ -12,7 +12,7 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.options import at_least, checked_int, checked_pairs
 from fnddp.core.sync import Exchange, Replicated, State, Sync, transform
-from fnddp.core.tree import Leaves, Tree, check_entries, paired, replaced, without_wrappers
+from fnddp.core.tree import Leaves, Tree, paired, replaced, without_wrappers
 from fnddp.reducers.all_reduce import allreduce
 
 MAX_PATTERN = 1000  # characters: patterns may come from hostile text, and compile in more than linear time
@@ -309,59 +309,3 @@ class every(Sync):
             return Exchange({}, nothing, EveryState(state.step + 1, state.inner))
         inner = self.inner.exchange(leaves, state.inner)
         return replaced(inner, state=EveryState(0, inner.state))
-
-
-class DelayedState(NamedTuple):
-    """`step`: 0 before the first exchange, then 1. `last`: the mean of the last exchange, by leaf path."""
-
-    step: Replicated[int]
-    last: Replicated[Leaves]
-    inner: State
-
-
-@transform
-class delayed(Sync):
-    """Return the last step's mean now, and this step's in the next. In the first step no leaf has an update.
-
-    Use it to find out what a stale mean does to a training run. The wrong choice for anything else: engines end a step
-    when all of its collectives are complete, so it costs a copy of the gradients, and **saves no time today**.
-
-    `sent` is this rank's contribution to the next output, so memory outside remembers losses, but not late gradients:
-    with memory, the sum of all outputs, plus the mean residual, plus `last`, is the sum of all mean gradients. Around
-    `every` it is a TypeError: write `every(n, delayed(...))`.
-
-    Source: one step of delay as in Pipe-SGD (Li et al., NeurIPS 2018), Algorithm 1 with K = 2.
-
-    >>> from fnddp import allreduce
-    >>> sync = delayed(allreduce)
-    >>> first, state = sync({"w": torch.ones(2)}, sync.init({"w": torch.ones(2)}))
-    >>> second, state = sync({"w": torch.zeros(2)}, state)
-    >>> first, second
-    ({'w': None}, {'w': tensor([1., 1.])})
-    """
-
-    inner: Sync
-
-    @property
-    def skips(self) -> bool:
-        return True
-
-    @property
-    def sent_is_exact(self) -> bool:
-        return False
-
-    def init(self, grads: Tree) -> State:
-        leaves, _ = tree.flatten(grads)
-        last = {path: torch.zeros_like(leaf) for path, leaf in leaves.items()}
-        return DelayedState(0, last, self.inner.init(grads))
-
-    def exchange(self, leaves: Leaves, state: DelayedState) -> Exchange:
-        check_entries("delayed", state.last, {path: leaf.shape for path, leaf in leaves.items()})
-        inner = self.inner.exchange(leaves, state.inner)
-        # Copies: the caller may scale a mean in place, and gradients may be in memory that the next step reuses.
-        mean = _copies(state.last) if state.step else {}
-        return Exchange(mean, inner.sent, DelayedState(1, _copies(inner.mean), inner.state))
-
-
-def _copies(leaves: Leaves) -> dict[str, Tensor]:
-    return {path: leaf.clone() for path, leaf in leaves.items()}

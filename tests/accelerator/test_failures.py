@@ -59,7 +59,7 @@ def by_register(device: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
     model = TorchDDP(net(device), bucket_cap_mb=0.0005)
     handle = fnddp.register(model, TEXT, wire=OnTheWire())
     x = torch.ones(2, 16, device=device)
-    return lambda: model(x).square().mean().backward(), lambda: handle.state
+    return lambda: model(x).square().mean().backward(), lambda: handle.sync_state
 
 
 def by_value_and_grad(device: str) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -239,12 +239,12 @@ ITEM = "item"  # of torch's own
 BEFORE = {NOTICE: 1}
 COMPARED = {f"wire/control.py copy {way} the host": 2 for way in ("from", "to")}  # which of several optimizers steps
 TEXTS = [FEEDBACK, "error_feedback(powersgd(allreduce, rank=1, min_compression_rate=0))", "quantize(two_shot)"]
-CLIPPED = ["clip_by_global_norm(fp16(allreduce), max_norm=1.0)", f"skip_nonfinite({FEEDBACK})"]
+CLIPPED = "clip_by_global_norm(fp16(allreduce), max_norm=1.0)"
 # Ranks, a way and its arguments, and what the host waits for in a step: on all ranks, or on each.
 ROWS: list[tuple[int, Callable[..., Any], tuple[Any, ...], Any]] = [
     (2, by_torch, (), {}),
     *((2, way, (FEEDBACK,), BEFORE) for way in (by_register, by_value_and_grad, by_jit)),
-    *((2, by_the_module, (text,), BEFORE) for text in [*TEXTS, *CLIPPED]),
+    *((2, by_the_module, (text,), BEFORE) for text in [*TEXTS, CLIPPED]),
     (2, by_the_module, ("fp16(allreduce, check=True)",), {NOTICE: 1, "transforms/cast.py item": 1}),
     (2, with_weights, (), BEFORE),
     (2, without_a_gradient, (), [{SUM: 1}, {NOTICE: 1}]),

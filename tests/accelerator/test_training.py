@@ -108,7 +108,7 @@ def with_register(rank: int, device: str, text: str) -> Any:
     model = TorchDDP(made(device), bucket_cap_mb=0.002, gradient_as_bucket_view=True)
     handle = fnddp.register(model, fnddp.parse(text))
     train(rank, device, model)
-    return result(model, handle.state)
+    return result(model, handle.sync_state)
 
 
 def functional_loss(model: nn.Module, params: dict[str, Tensor], rank: int, step: int, device: str) -> Tensor:
@@ -312,14 +312,14 @@ def with_shards(rank: int, device: str, gradients: str, weights: str | None) -> 
     model = sharded(mesh_of(device, 1, 2)["shard"])
     shards = compress_shards(model, gradients, weights=weights)
     train_shards(device, model)
-    return result(model, shards.state)
+    return result(model, shards.sync_state)
 
 
 def with_weighted_shards(rank: int, device: str) -> Any:
     model = sharded(mesh_of(device, 1, 2)["shard"])
     shards = compress_shards(model, "weighted(two_shot)")
     train_shards(device, model, lambda step: shards.weight(2 + rank + step))
-    return result(model, shards.state)
+    return result(model, shards.sync_state)
 
 
 def with_replicas(rank: int, device: str, text: str) -> Any:
@@ -327,7 +327,7 @@ def with_replicas(rank: int, device: str, text: str) -> Any:
     model = sharded(mesh["shard"])
     replicas = compress_replicas(model, text, mesh["replicate"])
     train_shards(device, model)
-    return result(model, replicas.state)
+    return result(model, replicas.sync_state)
 
 
 def with_two_axes(rank: int, device: str) -> Any:
@@ -341,7 +341,7 @@ def with_two_axes(rank: int, device: str) -> Any:
         replicas="error_feedback(fp16(allreduce))",
     )
     train_shards(device, model)
-    return result(model, handle.state)
+    return result(model, handle.sync_state)
 
 
 def with_owners(rank: int, device: str, gradients: str, weights: str) -> Any:
@@ -377,8 +377,8 @@ PIPELINES = [
     "allreduce",
     POWERSGD,
     QUANTIZED,
-    "skip_nonfinite(error_feedback(fp16(allreduce)))",
-    "partition({{'*weight': error_feedback(every(2, powersgd(allreduce, rank=2))), '*': delayed(bf16(allreduce))}})",
+    "error_feedback(fp16(allreduce))",
+    "partition({{'*weight': error_feedback(every(2, powersgd(allreduce, rank=2))), '*': bf16(allreduce)}})",
 ]
 WAYS = [with_the_module, with_register, with_value_and_grad, with_jit]
 LEVELS = [

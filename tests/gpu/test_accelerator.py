@@ -147,7 +147,7 @@ def module_of(model: nn.Module, sync: Sync) -> tuple[nn.Module, Callable[[], Any
 def registered(model: nn.Module, sync: Sync) -> tuple[nn.Module, Callable[[], Any]]:
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.1, gradient_as_bucket_view=True)
     handle = fnddp.register(ddp, sync)
-    return ddp, lambda: handle.state
+    return ddp, lambda: handle.sync_state
 
 
 def check_training(rank: int, wrap: Callable[[nn.Module, Sync], Any], texts: list[str]) -> None:
@@ -245,7 +245,7 @@ def check_failure_of_shards(rank: int, what: str) -> None:
         model(x).sum().backward()
     failed = "an earlier step failed on this rank" if rank == 1 else "another rank failed in the step before"
     with pytest.raises(fnddp.CollectiveError, match=failed):
-        _ = shards.state
+        _ = shards.sync_state
     with pytest.raises(fnddp.CollectiveError, match=failed), shards.weight(3):
         model(x).sum().backward()
     devices.device_of(devices.current(KIND)).synchronize()

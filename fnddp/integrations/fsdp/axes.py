@@ -53,12 +53,12 @@ class Compressed:
         return AxesPlan(tuple(axes))
 
     @property
-    def state(self) -> dict[str, State]:
+    def sync_state(self) -> dict[str, State]:
         """The state of `"shards"` and of `"replicas"`. Set it on all ranks."""
-        return {name: handle.state for name, handle in self._handles.items()}
+        return {name: handle.sync_state for name, handle in self._handles.items()}
 
-    @state.setter
-    def state(self, state: Mapping[str, State]) -> None:
+    @sync_state.setter
+    def sync_state(self, state: Mapping[str, State]) -> None:
         prepared = [handle.prepare_state(partial(state.__getitem__, name)) for name, handle in self._handles.items()]
         for set_state in prepared:
             set_state()

@@ -271,7 +271,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     >>> model = fully_shard(nn.Linear(8, 8), mesh=mesh["shard"])
     >>> replicas = compress_replicas(model, "error_feedback(powersgd(allreduce))", mesh["replicate"])
     >>> model(torch.ones(1, 8)).sum().backward()
-    >>> replicas.state.residual["weight"].shape
+    >>> replicas.sync_state.residual["weight"].shape
     torch.Size([8, 8])
     >>> dist.destroy_process_group()
     """
@@ -303,7 +303,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
         _require_weighted_alike(pipeline, reductions, model)
         frozen = {name: p for name, p in model.named_parameters() if name not in parameters}
         made.append(Replicas(parameters, frozen, pipeline, group, shards, reductions, model))
-        return description(pipeline, _local(parameters), made[-1].state)
+        return description(pipeline, _local(parameters), made[-1].sync_state)
 
     shards = [each.shards for _, groups in torch_private.fsdp_groups(model).values() for each in groups]
     others = dict.fromkeys(group_name(each) for each in shards if each is not None)

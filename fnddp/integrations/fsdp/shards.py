@@ -82,13 +82,13 @@ class Shards:
         return none if self.gradients is None else self.gradients
 
     @property
-    def state(self) -> State:
+    def sync_state(self) -> State:
         """The state of `gradients` after the last step, by group of parameters. Set it on all ranks."""
         self._reductions.require_whole()
         return dict(self._reductions.states)
 
-    @state.setter
-    def state(self, state: State) -> None:
+    @sync_state.setter
+    def sync_state(self, state: State) -> None:
         self.prepare_state(lambda: state)()
 
     def prepare_state(self, read: Callable[[], State], names: Collection[str] | None = None) -> Callable[[], None]:
@@ -97,7 +97,7 @@ class Shards:
         Args:
             names: Groups of parameters, of which it is; None for all.
         """
-        before = {name: held for name, held in self.state.items() if names is None or name in names}
+        before = {name: held for name, held in self.sync_state.items() if names is None or name in names}
         units = self._reductions.units
         groups = dict.fromkeys(group for unit in units for group in unit.groups)
         within = {
@@ -115,18 +115,10 @@ class Shards:
 
         return set_state
 
-    @property
-    def sync_state(self) -> State:
-        """`state`, by the name that it has in `fnddp.DistributedDataParallel`."""
-        return self.state
-
-    @sync_state.setter
-    def sync_state(self, state: State) -> None:
-        self.state = state
-
     def reset_sync(self) -> None:
         """Set the state of `gradients` to the initial one. All ranks call it, between steps."""
-        self.state = {unit.name: unit.init() for unit in self._reductions.units if unit.name in self.state}
+        held = self.sync_state
+        self.sync_state = {unit.name: unit.init() for unit in self._reductions.units if unit.name in held}
 
     def sync_checkpoint(self, saved_world_size: int | tuple[int, ...] | None = None) -> Checkpoint:
         """Return the state for torch.distributed.checkpoint: see `fnddp.DistributedDataParallel.sync_checkpoint`.
@@ -184,7 +176,7 @@ class _OfMesh:
 
     @property
     def sync_state(self) -> State:
-        return {name: state for name, state in self._shards.state.items() if name in self._names}
+        return {name: state for name, state in self._shards.sync_state.items() if name in self._names}
 
     def prepare_state(self, read: Callable[[], State]) -> Callable[[], None]:
         return self._shards.prepare_state(read, self._names)
