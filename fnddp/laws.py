@@ -153,6 +153,8 @@ def _stated(law: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(law)
     def checked(rank: int, sync: Sync, grads: Grads, **options: Any) -> None:
         number, name = law.__name__.removeprefix("law_").split("_", 1)
+        if sync.takes_weight:
+            grads = functools.partial(_scalable, grads)
         where = f"{sync!r} on rank {rank} of {world_size(None)}"
         try:
             with torch.no_grad():
@@ -189,7 +191,7 @@ def law_1_outputs_are_like_inputs(rank: int, sync: Sync, grads: Grads) -> None:
     want_state = _state_specs(state)
     for step in range(STEPS + 1):
         given = grads(rank, step) if step < STEPS else tree.map_leaves(torch.zeros_like, example)
-        mean, state = _called(sync, given, state)
+        mean, state = called(sync, given, state)
         got = _specs(mean)
         updated = {path: leaf if path in got else None for path, leaf in leaves.items()}
         expected = tree.structure(tree.unflatten(spec, updated))
@@ -206,7 +208,7 @@ def law_1_outputs_are_like_inputs(rank: int, sync: Sync, grads: Grads) -> None:
     spoiled = {path: torch.full_like(leaf, math.nan) for path, leaf in leaves.items() if tree.is_inexact(leaf)}
     state, given = sync.init(example), list[Tensor]()
     for _ in range(STEPS):  # of which each may send another part
-        done = _exchanged(sync, leaves | spoiled, state)
+        done = exchanged(sync, leaves | spoiled, state)
         state = done.state
         given += [done.mean[path] for path in spoiled.keys() & done.mean.keys() if done.mean[path].numel()]
     is_shown = not given or any(not mean.isfinite().all() for mean in given)
@@ -236,7 +238,7 @@ def law_3_inputs_are_unmodified(rank: int, sync: Sync, grads: Grads) -> None:
         mine = grads(rank, step)
         before = copy.deepcopy((mine, state))
         generator = torch.get_rng_state()
-        _, next_state = _called(sync, mine, state)
+        _, next_state = called(sync, mine, state)
         _require_same_bits(mine, before[0], f"step {step}: the given gradient")
         _require_same_bits(state, before[1], f"step {step}: the given state")
         untouched = torch.equal(torch.get_rng_state(), generator)
@@ -297,7 +299,7 @@ def law_6_lowered_is_eager(
     for step in range(STEPS):
         if not exact and step:
             expected = copy.deepcopy(engine.state)  # or roundings would add up over the steps
-        mean, expected = _called(sync, grads(rank, step), expected)
+        mean, expected = called(sync, grads(rank, step), expected)
         done = engine_step(engine, start, grads(rank, step), order)
         start = None  # from then on only the engine holds its state, and writes over it
         want.append(tree.flatten(mean)[0])
@@ -420,7 +422,7 @@ def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
         leaves = _leaves(grads, rank, step)
         eps = rounding(sync, *[leaf.dtype for leaf in leaves.values() if tree.is_inexact(leaf)])
         with _Sums() as sums:
-            done = _exchanged(sync, leaves, state)
+            done = exchanged(sync, leaves, state)
         exact = not sums.found and (n == 1 or _only_carries(sync))
         everyone: list[Any] = gather((leaves, state, done))
         state = done.state  # the real one, or roundings would add up over the steps
@@ -473,11 +475,13 @@ def _weight(sync: Sync) -> float | None:
     return float(1 + (dist.get_rank() if dist.is_initialized() else 0)) if sync.takes_weight else None
 
 
-def _called(sync: Sync, grads: Tree, state: State) -> tuple[Tree, State]:
+def called(sync: Sync, grads: Tree, state: State) -> tuple[Tree, State]:
+    """Return `sync(grads, state)`, with a weight if it takes one."""
     return sync(grads, state, weight=_weight(sync))
 
 
-def _exchanged(sync: Sync, leaves: Leaves, state: State) -> Exchange:
+def exchanged(sync: Sync, leaves: Leaves, state: State) -> Exchange:
+    """Return `sync.exchange(leaves, state)`, with a weight if it takes one."""
     weight = _weight(sync)
     with within(replace(current(), weight=None if weight is None else Weight.of(weight))):
         return sync.exchange(leaves, state)
@@ -490,7 +494,7 @@ def run(
     state = sync.init(grads(rank, 0)) if state is None else state
     means: list[Tree] = []
     for step in steps:
-        mean, state = _called(sync, grads(rank, step), state)
+        mean, state = called(sync, grads(rank, step), state)
         means.append(mean)
     return means, state
 
@@ -499,7 +503,7 @@ def _exchanges(sync: Sync, grads: Grads, rank: int) -> Iterator[tuple[Leaves, Ex
     state = sync.init(grads(rank, 0))
     for step in range(STEPS):
         leaves = _leaves(grads, rank, step)
-        done = _exchanged(sync, leaves, state)
+        done = exchanged(sync, leaves, state)
         state = done.state
         yield leaves, done
 

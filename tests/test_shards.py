@@ -410,20 +410,20 @@ def test_a_step_without_weights_fails_on_all_ranks(rank: int, axes: str) -> None
     for model, handle in zip(models, handles, strict=True):
         with handle.weight(1 + rank):
             loss(model, first).backward()
-    before, state = bits(whole_grads(models[0])), bits(handles[0].state)
+    before, state = bits(whole_grads(models[0])), bits(handles[0].sync_state)
     for given, text in ((None, "gave none"), (-1, "gave -1"), (0, "all ranks gave 0")):
         is_odd = rank == n - 1 or given == 0
         kind = ValueError if is_odd else StepFailedError
         with pytest.raises(kind, match=text), handles[0].weight(given if is_odd else 5):
             loss(models[0], odd).backward()
         assert bits(whole_grads(models[0])) == before or axes == "replicas"  # where they are to be cleared
-        assert bits(handles[0].state) == state
+        assert bits(handles[0].sync_state) == state
     for model, handle in zip(models, handles, strict=True):
         model.zero_grad()
         with handle.weight(1 + rank):
             loss(model, last).backward()
     assert bits(whole_grads(models[0])) == bits(whole_grads(models[1]))
-    assert bits(handles[0].state) == bits(handles[1].state)
+    assert bits(handles[0].sync_state) == bits(handles[1].sync_state)
 
 
 @on_ranks(2)

@@ -377,7 +377,7 @@ class FailingWire(StreamWire):
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
         gathered, work = super().vote(flags, group)
-        if flags.dtype == torch.uint8 and flags.numel() == 6 + self.leaves:
+        if flags.dtype == torch.uint8 and flags.numel() == 5 + self.leaves:
             with _disable_current_modes():
                 gathered[1, 0] = self.votes == self.fails_at
             self.votes += 1

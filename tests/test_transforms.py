@@ -290,7 +290,7 @@ def test_what_is_done_to_an_output_reaches_neither_the_state_nor_an_input(text):
     state = sync.init(leaves)
     for _ in range(2):
         begun = state
-        mean, sent, state = sync.exchange(leaves, begun)
+        mean, sent, state = fnddp.laws.exchanged(sync, leaves, begun)
         before = bits((begun, state))
         given = {leaf.data_ptr() for leaf in leaves.values()}
         # What is sent may be an input, as it is; so may the mean of what is not reduced.

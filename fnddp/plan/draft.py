@@ -7,7 +7,7 @@ from torch import Tensor, fx
 
 from fnddp.core.sync import State, Sync
 from fnddp.ir.plan_data import Phase
-from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Scratch, Sent
+from fnddp.ir.program import Collective, LeafSpec, Mean, Name, Scratch, Sent, StepWeight
 from fnddp.wire.groups import World
 
 Storage: TypeAlias = fx.Node | Mean | Scratch
@@ -115,6 +115,11 @@ class Draft:
     segments: list[DraftSegment] = field(default_factory=list[DraftSegment])
     placement: Placement = field(default_factory=Placement)
     batches: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict[fx.Node, tuple[fx.Node, ...]])
+
+    @property
+    def weight(self) -> fx.Node | None:
+        """The node of this rank's weight, for `weighted`: what depends on no other input goes ahead of gradients."""
+        return next((node for node, name in self.names.items() if isinstance(name, StepWeight)), None)
 
     @property
     def paths(self) -> list[str]:

@@ -285,7 +285,9 @@ class Program:
             values[register] = self.wire.size(divisor.group)
         for register, _ in self._weights:
             assert weight is not None
-            values[register] = self.device.of_host([weight.number], torch.float64)[0]
+            values[register] = given = self.device.of_host([weight.number], torch.float64)[0]
+            if self.stream is not None:
+                self.device.keep(given, self.stream)
         for register, mean in self._results:
             values[register] = self._memory.take_mean(mean.path, self.leaves[mean.path])
         for register, index, is_overwritten in self._parts:

@@ -29,15 +29,16 @@ class Reach(NamedTuple):
     depth: int
 
 
-def reaches(graph: fx.Graph, n: int) -> dict[fx.Node, Reach]:
+def reaches(graph: fx.Graph, weight: fx.Node | None) -> dict[fx.Node, Reach]:
     """Return the reach of each node of a traced graph. A collective has its payload's depth, its result one more.
 
-    What depends on no leaf, such as the sum of weights, is of depth -1: it goes ahead of all gradients.
+    What depends on the `weight` alone is of depth -1: its collective goes ahead of all gradients.
     """
     reach: dict[fx.Node, Reach] = {}
+    first = 0 if weight is None else -1
     for i, node in enumerate(graph.nodes):
         is_input = node.op == "placeholder"
-        leaves, depth = (1 << i, 0 if i < n else -1) if is_input else (0, -1)
+        leaves, depth = 1 << i if is_input else 0, 0 if is_input and node is not weight else first
         for source in node.all_input_nodes:
             leaves |= reach[source].leaves
             depth = max(depth, reach[source].depth)
@@ -74,7 +75,7 @@ class BufferKey(NamedTuple):
 def combine(draft: Draft) -> Draft:
     """Replace the collectives of a traced graph by combined ones; raise a LoweringError for one of no known kind."""
     graph, paths, buckets = draft.graph, draft.paths, draft.request.buckets
-    reach = reaches(graph, len(paths))
+    reach = reaches(graph, draft.weight)
     arrival = {path: position for position, path in enumerate(buckets)}
     ours = (1 << len(paths)) - 1  # bits of the leaves: other placeholders are the state
 

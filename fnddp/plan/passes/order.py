@@ -50,7 +50,7 @@ class Position(NamedTuple):
 def order(draft: Draft) -> Draft:
     """Sort the nodes of a combined graph, and cut them into segments at arrivals, waits and sends."""
     graph, paths = draft.graph, draft.paths
-    positions, reading = _positions(graph, paths, draft.request.buckets)
+    positions, reading = _positions(graph, paths, draft.request.buckets, draft.weight)
     outputs = output_nodes(graph)
     feeding = _ancestors([node for node in graph.nodes if node.target is launch])
     for_state = _ancestors([node for node in outputs[len(paths) :] if isinstance(node, fx.Node)])
@@ -68,19 +68,19 @@ def order(draft: Draft) -> Draft:
 
 
 def _positions(
-    graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int]
+    graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int], weight: fx.Node | None
 ) -> tuple[dict[fx.Node, Position], dict[fx.Node, float]]:
     """Return the position of each node, and the last leaf that it depends on, by its place in the order of arrival."""
     arrival = {path: float(place) for place, path in enumerate(buckets)}
     last_of = {bucket: arrival[path] for path, bucket in buckets.items()}
     end_of = {arrival[path]: last_of[bucket] for path, bucket in buckets.items()}
-    leaves = iter(paths)
+    leaves, first = iter(paths), 0 if weight is None else -1
     at: dict[fx.Node, Position] = {}
     reading: dict[fx.Node, float] = {}
     for node in graph.nodes:
         inputs = [at[source] for source in node.all_input_nodes]
-        slot = max((position.slot for position in inputs), default=-1)
-        depth = max((position.depth for position in inputs), default=-1)
+        slot = max((position.slot for position in inputs), default=first)
+        depth = max((position.depth for position in inputs), default=first)
         latest = max((position.arrival for position in inputs), default=-1.0)
         launched = -1
         reading[node] = max((reading[source] for source in node.all_input_nodes), default=-1.0)
@@ -89,6 +89,8 @@ def _positions(
             if path is not None:
                 slot, depth, latest = buckets[path], 0, arrival[path]
                 reading[node] = latest
+            elif node is not weight:
+                slot, depth = 0, 0
         elif node.target is launch:
             _, collective = launch_of(node)
             slot, depth, latest, launched = collective.slot, collective.depth, float("inf"), collective.index

@@ -24,7 +24,7 @@ def drop(draft: Draft) -> Draft:
     gone = sum(1 << i for i, path in enumerate(draft.paths) if path in draft.request.dropped)
     if not gone:
         return draft
-    reach = reaches(graph, n)
+    reach = reaches(graph, draft.weight)
 
     def is_dropped(i: int, node: Any) -> bool:
         read = reach[node].leaves & ((1 << n) - 1) if isinstance(node, fx.Node) else 0
