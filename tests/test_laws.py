@@ -6,6 +6,7 @@ The first ring has three ranks, and one tree for each example, the other one of 
 import copy
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
