@@ -25,7 +25,6 @@ from fnddp.integrations.fsdp.reductions import Ends, RankWeight, Reduction, Redu
 from fnddp.plan.plan import Plan
 from fnddp.run.choose import AUTO, automatic
 from fnddp.wire import control
-from fnddp.wire.weights import Weight, no_weight
 
 
 class Replicas(PipelineHandle):
@@ -148,10 +147,9 @@ class Replicas(PipelineHandle):
                 part.weigh()
             if self.sync.takes_weight:
                 mean = None if part is None else part.mean_weight
-                weight = Weight.of(self._weight.given if mean is None else mean.item())
-                if mean is None and not weight.is_valid:  # FSDP's other collectives must still run on all ranks
-                    self._backward.keep(no_weight(weight))
-            self._backward.begin(weight=weight, fails=weight is not None and not weight.is_valid)
+                # NaN if a rank has none, which fails the step itself.
+                weight = self._weight.given if mean is None else mean.nan_to_num(0.0).item()
+            self._backward.begin(weight=weight)
             self._ends.add(lambda: self._end(part))
 
     def _end(self, part: Reduction | None) -> None:
