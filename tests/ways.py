@@ -505,6 +505,7 @@ class Fsdp(Way):
 class Shards(Fsdp):
     text, plain = TWO_HOPS, "two_shot"
     points = (*on(C10d), *BY_BUFFER)
+    cells = Fsdp.cells | {"a dead wire": Refuses("the peer is gone")}  # in the exchange of weights, as the wire's error
 
     def make(self) -> None:
         self.model = self.sharded(self.mesh(1, dist.get_world_size())["shard"])
@@ -523,6 +524,7 @@ class ShardsAndReplicas(Fsdp):
     ranks = 4
     text, plain = TWO_HOPS, "two_shot"
     points = (*on(C10d), *BY_BUFFER, Point(Vote, "cast"))
+    cells = Shards.cells
 
     def make(self) -> None:
         mesh = self.mesh(2, dist.get_world_size() // 2)
@@ -577,7 +579,13 @@ class Attach(Way):
     """An outer step after each local one. A failed exchange leaves the local step, which is taken back here."""
 
     updates = True
-    cells = DEFAULT | {"another pipeline": Absent("attach another outer step")}
+    plain = "local_sgd(every=1)"
+    cells = DEFAULT | {
+        "a gradient that is not finite": Absent("all ranks must take the same number of local steps"),
+        "another pipeline": Absent("attach another outer step"),
+        "deepcopy": Refuses("cannot be copied or pickled"),
+        "pickle": Refuses("cannot be copied or pickled|Can't pickle"),
+    }
 
     def make(self) -> None:
         self.model = self.net()

@@ -1,4 +1,4 @@
-"""The table of tests/test_ways.py on the device, whose host does not wait: a failure is another row, in test_failures."""
+"""The table of tests/test_ways.py on the device, whose host does not wait: failures are in test_failures.py."""
 
 import tempfile
 from typing import Any
