@@ -524,7 +524,11 @@ class ShardsAndReplicas(Fsdp):
     ranks = 4
     text, plain = TWO_HOPS, "two_shot"
     points = (*on(C10d), *BY_BUFFER, Point(Vote, "cast"))
-    cells = Shards.cells
+    cells = Shards.cells | {"another pipeline": Absent("as of shards alone")}
+
+    @property
+    def state(self) -> Any:
+        return self.keeper.state
 
     def make(self) -> None:
         mesh = self.mesh(2, dist.get_world_size() // 2)
@@ -627,7 +631,7 @@ OUTER = {
     "post_local_sgd": "post_local_sgd(start=1, every=1, sync=allgather)",
     "hierarchical_local_sgd": "hierarchical_local_sgd({1: allreduce})",
     "diloco": f"diloco({LOSSY}, every=1)",
-    "streaming_diloco": "streaming_diloco(two_shot, every=2, fragments=2)",
+    "streaming_diloco": "streaming_diloco(two_shot, every=1, fragments=1)",
     "des_loc": "des_loc({'params': diloco(allgather, every=1), 'exp_avg': local_sgd(every=1)})",
     "sparse_loco": "sparse_loco(every=1, k=4, chunk=16)",
     "muloco": "muloco(every=1)",
@@ -635,7 +639,9 @@ OUTER = {
 
 
 def attached(name: str) -> type[Attach]:
-    return type(f"Attach_{name}", (Attach,), {"text": OUTER[name]})
+    # Each tree of des_loc has a step of its own, and what comes between them is after a vote.
+    points = Attach.points[:1] if name == "des_loc" else Attach.points
+    return type(f"Attach_{name}", (Attach,), {"text": OUTER[name], "points": points})
 
 
 # torchft's
