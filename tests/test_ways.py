@@ -323,11 +323,11 @@ def test_each_event_leaves_a_way_in_as_it_was_or_is_refused(gloo: Any, tmp_path:
     gloo(WAYS[name].ranks, run_row, name, str(tmp_path), chosen())
 
 
-# Other numbers of ranks, whose mean is the same: all have the same data
+# Other numbers of ranks, whose mean is the same: all have the same data, and one rank alone encodes nothing
 
 
 def save_and_go_on(rank: int, name: str, folder: str) -> list[Any]:
-    training = WAYS[name](shape=Shape(momentum=0.0))
+    training = WAYS[name](WAYS[name].plain)
     for step in range(2):
         training.step(training.batch(0, step))
     training.save(Path(folder))
@@ -335,7 +335,7 @@ def save_and_go_on(rank: int, name: str, folder: str) -> list[Any]:
 
 
 def load_and_go_on(rank: int, name: str, folder: str) -> list[Any]:
-    training = WAYS[name](shape=Shape(momentum=0.0))
+    training = WAYS[name](WAYS[name].plain)
     training.load(Path(folder))
     return go_on_alone(training)
 
