@@ -505,7 +505,6 @@ class Fsdp(Way):
 class Shards(Fsdp):
     text, plain = TWO_HOPS, "two_shot"
     points = (*on(C10d), *BY_BUFFER)
-    cells = Fsdp.cells | {"a dead wire": Refuses("the peer is gone")}  # in the exchange of weights, as the wire's error
 
     def make(self) -> None:
         self.model = self.sharded(self.mesh(1, dist.get_world_size())["shard"])
