@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,13 @@ from fnddp.cli import examination, main
 from fnddp.cost.estimate import Compute
 from fnddp.run import choose as choosing
 from fnddp.simulation.ranks import run_threads
-from fnddp.wire.control import result_of
 from tests.rings import one_of
+
+
+def results(steps: Generator[Any, None, Any]) -> Iterator[Any]:
+    """Yield what `steps` yields, and then what it returns."""
+    yield (yield from steps)
+
 
 TRIPLES = 20
 MODEL = """
@@ -88,7 +93,7 @@ def test_all_ways_to_ask_give_one_answer(
     if ranks == 2:  # as many threads
 
         def on_ranks(_: int) -> list[str]:
-            chosen = result_of(examination.predicted(Link.parse(link), f"{model}:make", "cpu"))[2]
+            *_, (_, _, chosen) = results(examination.predicted(Link.parse(link), f"{model}:make", "cpu"))
             wrapped = fnddp.DistributedDataParallel(made(widths), sync="auto")
             return [chosen, repr(wrapped.sync)]
 

@@ -341,6 +341,7 @@ def test_only_one_file_knows_streams():
 # The scenario that needs each of them.
 NEEDED = {
     "core/collectives.py results waited": eagerly,
+    "run/program.py begin keep": weighted,
     "run/step.py _start wait": with_backward_on_several_streams,
     "run/step.py commit wait": with_the_module,
     "run/step.py commit keep": reading_old_means_late,

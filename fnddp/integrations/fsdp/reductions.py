@@ -241,7 +241,7 @@ class Reduction:
         is_known = has_voted and isinstance(error, StepFailedError | ValueError)  # raised by the vote, on all ranks
         course.broken = None if is_known else error  # until the others know
         try:
-            if not has_voted:
+            if not has_voted and not isinstance(error, CollectiveError):
                 course.vote.cast(frozenset(), failed=True)
                 course.broken = None if course.vote.explain(error) else error
         except RuntimeError as problem:
