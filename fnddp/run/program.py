@@ -183,7 +183,6 @@ class Program:
         passed_on: Leaves whose mean may be the gradient itself, which the caller may own.
         is_polled: True if segments also wait for collectives that the host must poll.
         device: Where the leaves are.
-        takes_weight: True for `weighted`.
         stream: Its side stream; None on the CPU, and for a plan of `without_schedule`.
     """
 
@@ -233,7 +232,6 @@ class Program:
         self.device = device_of(next((leaf.device for leaf in plan.leaves.values()), torch.device("cpu")))
         self.stream = memory.stream(self.device) if is_static else None
         self.overwrites, self.hides_nonfinite = plan.overwrites, plan.sync.hides_nonfinite
-        self.takes_weight = plan.sync.takes_weight
         register_of = {name.path: index for index, name in all_of(Grad)}
         slots = {path: register[place] for path, place in fills.items()}
         self.inputs = [

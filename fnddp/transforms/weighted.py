@@ -80,8 +80,8 @@ class weighted(Sync):
         for path, leaf in mine.items():
             if not (leaf.is_floating_point() or leaf.is_complex()):
                 raise ValueError(
-                    f"weighted: leaf {path!r} is {leaf.dtype}, which cannot be scaled; make it float, or give it a "
-                    "pipeline of its own, as in partition({'steps': none, '*': weighted(...)})"
+                    f"weighted: leaf {path!r} is {leaf.dtype}, which cannot be scaled; make it float, or leave it on "
+                    "its rank: weighted(partition({'steps': none, '*': ...}))"
                 )
         (group,) = self.inner.groups or {None}
         if isinstance(weight, Weight) and weight.number == 0:  # of no samples: their mean may be NaN
