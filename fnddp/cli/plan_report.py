@@ -155,7 +155,7 @@ def show(setting: Setting, pipelines: Sequence[Costs]) -> None:
     if any(mean["first_step"] for mean in pipelines):
         note += (
             " The first step begins warm-ups, and expects gradients in the reverse order of parameters: later ones "
-            "know how they come. It also compares what ranks run, and asks whether they give weights."
+            "know how they come. It also compares what ranks run."
         )
     elif setting.arrival is None and setting.step is None:
         note += (

@@ -81,7 +81,7 @@ class Overlapped(Exchanges):
         engine = self._engines[name, sync].of(leaves, state)
         backward = Backward(engine)
         weight = self._weight(name) if sync.takes_weight else None
-        step = backward.begin(state=state, weight=weight)
+        step = backward.begin(state=state, weight=weight, sends=False)
         self._open[name] = opened = _Open(backward, step, leaves)
         opened.attempt(self._check)
         opened.attempt(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))

@@ -118,7 +118,10 @@ class Draft:
 
     @property
     def weight(self) -> fx.Node | None:
-        """The node of this rank's weight, for `weighted`: what depends on no other input goes ahead of gradients."""
+        """The input that is this rank's weight; None unless the pipeline is `weighted`.
+
+        Operations that depend on it alone run before any gradient arrives.
+        """
         return next((node for node, name in self.names.items() if isinstance(name, StepWeight)), None)
 
     @property

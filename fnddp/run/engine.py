@@ -226,13 +226,14 @@ class Engine:
             return None
         return self._observer.taken(len(self.plan.collectives))
 
-    def begin(self, state: State = None, *, weight: Any = None, scale: float = 1.0) -> Step:
+    def begin(self, state: State = None, *, weight: Any = None, scale: float = 1.0, sends: bool = True) -> Step:
         """Begin a step, which is `step` until it ends.
 
         Args:
             state: The state to begin from; None for the one after the last step.
             weight: The weight of this rank's gradients, for `weighted`. Without a valid one `Step.agree` raises.
             scale: The factor for gradients in a step without weights.
+            sends: False to send the weight with the first gradients.
 
         Raises:
             RuntimeError: After an earlier step the ranks are desynchronized.
@@ -253,7 +254,7 @@ class Engine:
             if any(self.wire.size(group) > 1 for group in self.groups or {None}):  # other ranks may have begun
                 self.broken = error
             raise
-        if given is not None:
+        if given is not None and sends:
             try:
                 step.advance()  # sends the weight
             except BaseException as error:

@@ -58,7 +58,7 @@ def require_noticed(notices: Iterable[Callable[[], bool]]) -> None:
     """Raise a CollectiveError if another rank failed in the last step, on an accelerator: see `Step.notice`."""
     if any(notice() for notice in notices):
         raise CollectiveError(
-            "another rank failed in the step before this one, or had no weight there, and its gradients counted as "
+            "another rank failed in the step before this one, or all gave the weight 0, and gradients counted as "
             "zeros: parameters and the pipeline's state are wrong since then. See its own error, and restart from a "
             "checkpoint from before"
         )
@@ -309,11 +309,11 @@ class Step:
         """
         require_noticed(self.notices)
         self._require_unfailed()
-        if self._weight is not None:
-            require_valid(self._weight)
         for step in self._open_ahead():
             step._go_ahead()
-        self._is_ending = True
+        self._is_ending = True  # an error from here on is that of this step alone
+        if self._weight is not None:
+            require_valid(self._weight)
         absent = self._issue_all()
         if self._vote is not None:
             return self._voted(self._vote, absent)
@@ -534,7 +534,8 @@ class Step:
             for _, grad in pending:
                 program.device.keep(grad, program.stream)
         if self._scale != 1:
-            pending = [(i, grad if inputs[i].is_own else scaled(grad, self._scale)) for i, grad in pending]
+            scaled = partial(torch.mul, other=self._scale) if self._scale else torch.zeros_like  # of NaN, too
+            pending = [(i, grad if inputs[i].is_own else scaled(grad)) for i, grad in pending]
         if self._watches and program.hides_nonfinite:
             self._gave_nonfinite |= has_nonfinite([grad for _, grad in pending if is_inexact(grad)], program.device)
         for position, grad in pending:
@@ -644,11 +645,6 @@ def _named(collective: Collective, run: Callable[[], T]) -> T:
             f"{collective.world_size} ranks failed: {error}. Another rank has failed, left, or not called backward; "
             "see its own error"
         ) from error
-
-
-def scaled(grad: Tensor, scale: float) -> Tensor:
-    """Return `grad` times `scale`; zeros for scale 0, also of NaN."""
-    return grad * scale if scale else torch.zeros_like(grad)
 
 
 @contextmanager

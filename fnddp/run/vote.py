@@ -37,7 +37,7 @@ class Flags(NamedTuple):
         failed: It has failed.
         is_of_others: Ranks have ended steps of different engines; found when all have voted.
         nonfinite: It has received something that is not finite.
-        counts: Its gradients have another weight than 0.
+        counts: Its weight is above 0, or the pipeline takes none.
         place: The number of its engine.
     """
 
@@ -103,7 +103,7 @@ class Vote:
             absent: The leaves that this rank has no gradient of.
             failed: It has failed.
             nonfinite: It has received something that is not finite; on an accelerator a scalar there.
-            counts: Its gradients have another weight than 0.
+            counts: Its weight is above 0, or the pipeline takes none.
         """
         self._absent, self._work, self._is_over = absent, None, False
         self._is_nonfinite, self._counts, self._cast = nonfinite, counts, []
@@ -149,6 +149,8 @@ class Vote:
                 "which they were set up. State and parameters are unchanged on all ranks, and gradients are not "
                 "synchronized; run models in one order on all ranks, or give each a process group of its own"
             )
+        if not flags.counts and self._device.is_asynchronous:
+            raise CollectiveError("all ranks gave the weight 0 in this step, and those that do not wait have taken it")
         if not flags.counts:
             raise no_mean()
         return frozenset(path for path, is_used in zip(self._leaves, used, strict=True) if not is_used)

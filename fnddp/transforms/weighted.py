@@ -24,14 +24,17 @@ class weighted(Sync):
     `with model.weight(tokens): loss.backward()`. A weight of 0 is allowed, but not on all ranks; the gradient may be
     NaN then. The wrong choice where all ranks have the same number: it costs a message and a pass over the gradients.
 
-    It stands outermost: memory in it remembers what was lost of weighted gradients, and sends that whatever the next
-    weight is.
+    It must be the outermost transform. A residual inside it holds losses of gradients that were weighted already; it is
+    sent unscaled in the next step, also with a weight of 0. Gradients in float16 may overflow: they are up to n times
+    as large.
 
     Args:
         inner: A pipeline that takes a mean over one process group.
 
     Raises:
-        TypeError: `inner` takes no mean, or over several groups, or does not say over which.
+        TypeError: `inner` takes another reduction than a mean, reduces over several process groups, or does not name
+            its group.
+        ValueError: In a step: a leaf is of integers; on all ranks: a weight is missing or invalid, or all are 0.
 
     >>> import torch
     >>> from fnddp import allreduce, bf16, error_feedback

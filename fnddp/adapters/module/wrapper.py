@@ -270,7 +270,8 @@ class DistributedDataParallel(TorchNames):
 
         Raises:
             TypeError: The pipeline is not `weighted`.
-            ValueError: In backward, on all ranks: all weights are 0, or one is invalid or missing.
+            ValueError: In backward: this rank's weight is missing or invalid, and the others raise StepFailedError; on
+                all ranks: all are 0.
         """
         require_takes_weight(self.sync, count)
         before, self._steps.weight = self._steps.weight, count

@@ -167,6 +167,7 @@ class Reduction:
 
     def __init__(self, course: Reductions, backward: Backward) -> None:
         self._course, self.backward, self._has_voted = course, backward, False
+        self._is_known = False  # to all ranks, that it has failed
         self.weight = Weight.of(course.weight.given) if course.takes_weight else None
         self.is_weighed, self._weights = self.weight is None, Sending()
         self.states: dict[str, State] = {}  # what they become if it ends well
@@ -195,7 +196,7 @@ class Reduction:
             self._require_even([mean.item() for mean in means.values()])
 
     def _require_even(self, means: Sequence[float]) -> None:
-        """Fail the step if meshes have other mean weights: experts see tokens of ranks of other meshes, too."""
+        """Fail the step if this rank's meshes have unlike mean weights: experts see tokens of other meshes, too."""
         if max(means) - min(means) > 1e-9 * max(means):  # False for NaN
             problem = (
                 f"weight: the means over the meshes of this rank are {means}; ranks whose tokens go to the same "
@@ -222,7 +223,11 @@ class Reduction:
         found = False if self.is_nonfinite is None else self.is_nonfinite  # for `or` an accelerator's host would wait
         counts = self.weight is None or self.weight.number > 0
         self._course.vote.cast(frozenset(), nonfinite=found, counts=counts)
-        return self._course.vote.outcome()
+        try:
+            return self._course.vote.outcome()
+        except (StepFailedError, ValueError):  # on all ranks
+            self._is_known = True
+            raise
 
     def commit(self) -> Synchronized:
         """Commit the states; the gradients are FSDP's."""
@@ -238,8 +243,7 @@ class Reduction:
         """Notify the other ranks, unless all have voted, and undo it."""
         course = self._course
         has_voted = self._has_voted and course.vote.is_cast
-        is_known = has_voted and isinstance(error, StepFailedError | ValueError)  # raised by the vote, on all ranks
-        course.broken = None if is_known else error  # until the others know
+        course.broken = None if self._is_known else error  # until the others know
         try:
             if not has_voted and not isinstance(error, CollectiveError):
                 course.vote.cast(frozenset(), failed=True)

@@ -94,7 +94,7 @@ def combine(draft: Draft) -> Draft:
     with within(draft.request.world):
         for index, (key, op, group) in enumerate(sorted(groups, key=lambda found: found[0])):
             members = sorted(groups[key, op, group], key=_alignment, reverse=True)
-            without = "weight" if draft.request.sync.takes_weight else "(state)"
+            without = "weight" if key.depth < 0 else "(state)"
             labels = [_label(leaves_of(traced.node)) or without for traced in members]
             _replace(graph, members, _laid_out(index, key, members, labels, world_size(group)))
     sorted_topologically(graph)
