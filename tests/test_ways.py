@@ -364,7 +364,7 @@ def fail_at_random(rank: int, name: str, seed: int, steps: int) -> None:
     found = places(rank, disturbed)
     assert found == places(rank, straight)
     for step in range(steps):
-        while found and draws.random() < 0.5:
+        if found and draws.random() < 0.5:
             place, who = draws.choice(found), draws.randrange(way.ranks)
             fail_at(rank, disturbed, 10_000 + step, place, who=who)
         for each in (disturbed, straight):
