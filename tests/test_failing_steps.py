@@ -57,21 +57,21 @@ class Training:
         elif way == "register":
             self.model = TorchDDP(network(), bucket_cap_mb=1e-4)
             handle: Any = fnddp.register(self.model, LOSSY)
-            self.state = lambda: handle.state
+            self.state = lambda: handle.sync_state
         elif way == "shards":
             self.model = sharded(init_device_mesh("cpu", (2,)))
             handle = compress_shards(self.model, gradients=SHARDS)
-            self.state = lambda: handle.state
+            self.state = lambda: handle.sync_state
         elif way == "replicas":
             mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
             self.model = sharded(mesh["shard"])
             handle = compress_replicas(self.model, LOSSY, mesh["replicate"])
-            self.state = lambda: handle.state
+            self.state = lambda: handle.sync_state
         elif way == "shards and replicas":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             self.model = sharded(mesh["shard"])
             handle = compress(self.model, mesh, gradients=SHARDS, replicas=LOSSY)
-            self.state = lambda: handle.state
+            self.state = lambda: handle.sync_state
         else:
             self.model = network()
             optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
