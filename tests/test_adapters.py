@@ -1,4 +1,4 @@
-"""The contract of all adapters: what the pipeline gives as a function, to the bit, and after a step that has failed.
+"""The contract of all adapters: what the pipeline gives as a function, to the bit.
 
 The gradients of a step are given: the loss is the sum of their products with the parameters. What one adapter does and
 the others do not is in its own file.
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
-from fnddp import StepFailedError, Sync
+from fnddp import Sync
 from fnddp.laws import bits, gather
 from fnddp.simulation.ranks import run_threads
-from fnddp.wire.c10d import C10d
 from tests.ranks import on_ranks
 
 Grads = dict[str, Tensor]
@@ -37,16 +36,6 @@ PIPELINES = {
 }
 WITH_STATE = ["memory", "phases", "skips", "codec"]
 SMALL = 0.001  # MiB: several buckets
-
-
-class Troubled(C10d):
-    has_trouble = False
-
-    def start(self, *given: Any, **options: Any) -> Any:
-        if self.has_trouble:
-            self.has_trouble = False
-            raise ZeroDivisionError("on the wire")
-        return super().start(*given, **options)
 
 
 def zeros(name: str) -> Tensor:
@@ -109,14 +98,14 @@ class Wrapped:
 
 
 class ByModule(Wrapped):
-    def __init__(self, sync: Sync, wire: C10d) -> None:
-        self.holder = self.model = fnddp.DistributedDataParallel(Given(), sync=sync, bucket_cap_mb=SMALL, wire=wire)
+    def __init__(self, sync: Sync) -> None:
+        self.holder = self.model = fnddp.DistributedDataParallel(Given(), sync=sync, bucket_cap_mb=SMALL)
 
 
 class ByRegister(Wrapped):
-    def __init__(self, sync: Sync, wire: C10d) -> None:
+    def __init__(self, sync: Sync) -> None:
         self.model = TorchDDP(Given(), bucket_cap_mb=SMALL, find_unused_parameters=True)
-        self.holder = fnddp.register(self.model, sync, wire=wire)
+        self.holder = fnddp.register(self.model, sync)
 
 
 class Functional:
@@ -124,8 +113,8 @@ class Functional:
 
     keeps_unused = False
 
-    def __init__(self, sync: Sync, wire: C10d) -> None:
-        self.state, self.run = sync.init(filled()), self.made(sync, wire)
+    def __init__(self, sync: Sync) -> None:
+        self.state, self.run = sync.init(filled()), self.made(sync)
         self.count = dist.get_rank()
 
     def laid_out(self, leaves: Grads) -> Grads:
@@ -134,8 +123,8 @@ class Functional:
 
 
 class ByValueAndGrad(Functional):
-    def made(self, sync: Sync, wire: C10d) -> Any:
-        return fnddp.value_and_grad(loss_of, sync, wire=wire)
+    def made(self, sync: Sync) -> Any:
+        return fnddp.value_and_grad(loss_of, sync)
 
     def step(self, *batches: Grads) -> dict[str, Tensor | None]:
         _, mean, self.state = self.run(self.laid_out(filled()), self.state, added(*batches))
@@ -143,15 +132,15 @@ class ByValueAndGrad(Functional):
 
 
 class ByJit(Functional):
-    def made(self, sync: Sync, wire: C10d) -> Any:
-        return fnddp.jit(sync, wire=wire)
+    def made(self, sync: Sync) -> Any:
+        return fnddp.jit(sync)
 
     def step(self, *batches: Grads, weight: float | None = None) -> dict[str, Tensor | None]:
         mean, self.state = self.run(self.laid_out(filled(*batches)), self.state, weight=weight)
         return mean
 
 
-ADAPTERS: dict[str, Callable[[Sync, C10d], Any]] = {
+ADAPTERS: dict[str, Callable[[Sync], Any]] = {
     "module": ByModule,
     "register": ByRegister,
     "value_and_grad": ByValueAndGrad,
@@ -181,8 +170,8 @@ class Checked:
     """An adapter and its pipeline as a function, whose means and states must be the same."""
 
     def __init__(self, adapter: str, text: str) -> None:
-        self.wire, self.sync = Troubled(), fnddp.parse(text)
-        self.adapter = ADAPTERS[adapter](self.sync, self.wire)
+        self.sync = fnddp.parse(text)
+        self.adapter = ADAPTERS[adapter](self.sync)
         self.state = self.sync.init(filled())
 
     def step(self, *batches: Grads, **weight: float) -> dict[str, Tensor | None]:
@@ -231,29 +220,6 @@ def check_steps(rank: int, adapter: str, text: str) -> None:
 @every(PIPELINES)
 def test_means_and_states_are_those_of_the_pipeline(gloo, adapter, text, n):
     run(min(n, 2) if adapter == "register" else n, adapter, gloo, check_steps, text)
-
-
-def check_failures(rank: int, adapter: str, text: str) -> None:
-    checked, has_plan = Checked(adapter, text), text != PIPELINES["no plan"]
-    for step in range(4):
-        grads = gradients(rank, step)
-        if step % 2:  # in the others `every` sends nothing
-            before = bits(checked.state)
-            expected: Any = ZeroDivisionError if rank == 1 else StepFailedError
-            match = "on the wire" if rank == 1 else r"rank 1 failed with .*ZeroDivisionError: on the wire\. State and"
-            checked.wire.has_trouble = has_plan and rank == 1
-            if not has_plan:
-                expected, match = FloatingPointError, "leaf 'matrix'"
-                grads["matrix"] = grads["matrix"] * (1e9 if rank == 1 else 1)
-            with pytest.raises(expected, match=match):
-                checked.adapter.step(grads)
-            assert bits(checked.adapter.state) == before
-        checked.step(gradients(rank, step))
-
-
-@every(PIPELINES)
-def test_an_error_on_one_rank_fails_the_step_on_all_and_leaves_no_trace(gloo, adapter, text):
-    run(2, adapter, gloo, check_failures, text)
 
 
 def check_resuming(rank: int, adapter: str, text: str) -> None:

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 import fnddp
 from fnddp import RankMismatchError, StepFailedError
-from fnddp.core.sync import REMEMBERED
-from fnddp.core.tree import annotated_items
 from fnddp.integrations.checkpoint import load, save
 from fnddp.laws import bits
 from fnddp.run.vote import Vote
@@ -403,40 +401,6 @@ def test_a_rank_that_dies_is_an_error_on_the_others(gloo, n, text, how):
 
 
 # Gradients that are not finite
-
-
-def check_not_finite(rank: int, text: str, poison: Any) -> None:
-    """Rank 1's gradient is not finite in step 2, which the user leaves out: training goes on as if it had not been."""
-    poisoned, straight = Training(text), Training(text)
-    for step in range(5):
-        poisoned.optimizer.zero_grad()
-        loss_of(poisoned.model(batch(rank, step), poison if (rank, step) == (1, 2) else None)).backward()
-        grads = {name: p.grad for name, p in poisoned.model.module.layers.named_parameters()}
-        assert_equal_on_ranks(grads)
-        finite = [name for name, grad in grads.items() if grad.isfinite().all()]
-        if step == 2:  # a pipeline with memory keeps that, and so spoils all means
-            remembers = any(REMEMBERED in marks for _, marks, _ in annotated_items(poisoned.model.sync_state))
-            assert finite == [name for name in grads if not remembers and not name.startswith(LAYERS)]
-        else:
-            assert finite == list(grads), f"step {step}"
-            poisoned.optimizer.step()
-            assert straight.step(batch(rank, step)) is None
-            assert poisoned.all == straight.all
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("n", "text", "poison"),
-    [
-        (3, PLAIN, infinite),
-        (2, "fp16(allreduce)", huge),
-        (2, "powersgd(fp16(allreduce), rank=2)", not_a_number),
-        (2, "error_feedback(fp16(allreduce))", huge),
-        (3, COMPRESSED, not_a_number),
-    ],
-)
-def test_a_gradient_that_is_not_finite(gloo, n, text, poison):
-    gloo(n, check_not_finite, text, poison, timeout=DEADLINE)
 
 
 @on_ranks(2, seconds=DEADLINE)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -15,14 +14,12 @@ import fnddp
 from fnddp import error_feedback, every, from_hook
 from fnddp.core import tree
 from fnddp.core.sync import REMEMBERED, State
-from fnddp.integrations.fsdp import compress, compress_shards
 from fnddp.laws import bits
 from fnddp.run.nonfinite import unless
 from fnddp.torch_private import storage_use_count
 from tests.pipelines import EXAMPLES
 from tests.ranks import on_ranks
 from tests.rings import one_of
-from tests.sharded import batches, loss, meshes, sharded
 
 STEPS = 12
 SHAPES = {"a.weight": (12, 20), "a.bias": (317,), "b.weight": (9, 31)}  # no multiples of a block
@@ -161,37 +158,6 @@ def test_a_loss_scaler_skips_one_step(rank: int, text: str, way: str) -> None:
     assert skipped == 1
     state = model.sync_state if way == "module" else handle.sync_state
     assert all(part.isfinite().all() for part in memory(state).values())
-
-
-@on_ranks(2)
-def test_residuals_of_shards_stay_as_they_were(rank: int) -> None:
-    model = sharded()
-    handle = compress_shards(model, "error_feedback(quantize(two_shot, bits=4))")
-    train_with_nan(model, handle, rank)
-
-
-@pytest.mark.thorough
-@on_ranks(4)
-def test_residuals_on_two_axes_stay_as_they_were(rank: int) -> None:
-    mesh = meshes(2, 2)
-    for replicas in ("allreduce", "error_feedback(quantize(two_shot))"):
-        model = sharded(mesh["shard"])
-        handle = compress(model, mesh, gradients="error_feedback(quantize(two_shot, bits=4))", replicas=replicas)
-        train_with_nan(model, handle, rank)
-
-
-def train_with_nan(model: nn.Module, handle: Any, rank: int) -> None:
-    for step, x in enumerate(batches(5)):
-        before = {path: part.clone() for path, part in memory(handle.sync_state).items()}
-        is_bad = step == 2
-        (loss(model, x) * (math.nan if is_bad and rank == dist.get_world_size() - 1 else 1.0)).backward()
-        own = [p.grad.to_local() for p in model.parameters()]
-        assert all(bool(grad.isfinite().all()) is not is_bad for grad in own if grad.numel())
-        model.zero_grad()
-        for path, part in memory(handle.sync_state).items():
-            assert part.isfinite().all(), (step, path)
-            if is_bad:
-                torch.testing.assert_close(part, before[path], rtol=0, atol=0, msg=path)
 
 
 @pytest.mark.parametrize("found", [True, False])

@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-import pickle
 import re
 import weakref
 from contextlib import nullcontext
@@ -172,9 +171,6 @@ def test_a_copy_of_a_model_has_no_hook_as_with_torchs(rank: int) -> None:
         net.zero_grad()
         loss_of(net(batch(rank, 3))).backward()
     assert bits(grads_of(twin)) == bits(grads_of(model))
-    for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="a Handle runs in one model and cannot be copied or pickled"):
-            copied(handle)
 
 
 class Lost(C10d):

@@ -16,11 +16,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 import fnddp
-from fnddp import Link, RankMismatchError, StepFailedError, WireCounter
+from fnddp import Link, RankMismatchError, WireCounter
 from fnddp.integrations.checkpoint import load, save
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards, plan_axes
-from fnddp.laws import bits
-from fnddp.run.step import Step
 from tests.peers import everyones
 from tests.ranks import on_ranks
 from tests.sharded import Net, batches, gathered, local, loss, meshes, sharded, switched_off, train
@@ -418,49 +416,6 @@ def test_what_is_no_weight_raises_on_all_ranks(rank: int) -> None:
     replicas = compress_replicas(sharded(), "allreduce", meshes(1, 2)["replicate"])
     with pytest.raises(TypeError, match="FSDP itself averages .* before compress_replicas"), replicas.weight(1):
         pass
-
-
-@pytest.mark.parametrize("where", [(fnddp.quantize, "encode"), (Step, "feed")], ids=["shards", "replicas"])
-@on_ranks(2, pytest.param(4, marks=pytest.mark.thorough))
-def test_an_error_of_one_rank_is_one_on_all(rank: int, where: tuple[type, str]) -> None:
-    """At the end of that backward, on all axes: what there was is left, and the next step works."""
-    n = dist.get_world_size()
-    mesh = meshes(n // 2, 2)
-    models = [sharded(mesh["shard"]), sharded(mesh["shard"])]
-    handles = [
-        (
-            compress_shards(model, "error_feedback(quantize(two_shot, bits=4))"),
-            compress_replicas(model, "error_feedback(powersgd(allreduce, rank=1))", mesh["replicate"]),
-        )
-        for model in models
-    ]
-    first, odd, last = batches(3)
-    for model in models:
-        loss(model, first).backward()
-    before, states = bits(whole_grads(models[0])), [bits(handle.sync_state) for handle in handles[0]]
-    works, calls = getattr(*where), []
-
-    def failing(self: Any, *arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise ValueError("the second one is odd")
-        return works(self, *arguments)
-
-    is_odd = rank == n - 1
-    kind, text = (ValueError, "is odd") if is_odd else (StepFailedError, f"rank {n - 1} failed with ValueError: the")
-    with pytest.MonkeyPatch.context() as patch:
-        if is_odd:
-            patch.setattr(*where, failing)
-        with pytest.raises(kind, match=text):
-            loss(models[0], odd).backward()
-    assert bits(whole_grads(models[0])) == before
-    assert [bits(handle.sync_state) for handle in handles[0]] == states
-    assert (handles[0][0].steps, handles[0][0].failed_steps) == (1, 1)
-    for model in models:
-        loss(model, last).backward()
-    assert bits(whole_grads(models[0])) == bits(whole_grads(models[1]))
-    for one, other in zip(*handles, strict=True):
-        assert bits(one.sync_state) == bits(other.sync_state)
 
 
 @on_ranks(2)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -134,6 +134,12 @@ class Attached:
         self._tokens_sent: dict[str, int] = {}  # with the last exchange that was committed
         self._tokens_resumed: dict[str, int] = {}  # at the beginning of one that was open in what was loaded
         self._handle = self._optimizer and self._optimizer.register_step_post_hook(self._after)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an attached outer step runs in one model and cannot be copied or pickled, and optimizers lose hooks in "
+            "copies; save its state_dict(), and attach the outer step to a copy of the model"
+        )
 
     @property
     def state(self) -> State:

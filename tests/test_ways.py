@@ -1,0 +1,424 @@
+"""The table of ways in by events: after each event training is what it would be without it, to the bit, or refuses.
+
+A row is all events of one way in, on ranks of the pool, one after the other. The error of a cell names it. Weights are
+in tests/test_weights.py.
+"""
+
+import copy
+import os
+import pickle
+import random
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fnddp import CollectiveError, StepFailedError
+from fnddp.adapters.module.steps import Steps
+from fnddp.integrations.fsdp.reductions import Reduction
+from fnddp.laws import bits
+from fnddp.run.step import Step
+from tests.ways import FAMILIES, OUTER, WAYS, Absent, Interrupt, Shape, Trap, Way, failing, interrupted
+
+MORE = {"compress", "torchft", "torchft_functional", *OUTER} - {"diloco"}
+"""Rows of the second ring."""
+RESHARDED = ["module", "register", "own", "compress_shards", "compress_replicas", "own_matrices"]
+ENDINGS: dict[str, tuple[type, str]] = {
+    "module": (Steps, "_keeps_promises"),
+    "register": (Step, "commit"),
+    "compress_shards": (Reduction, "commit"),
+    "diloco": (Step, "commit"),
+}
+"""Methods that end when all ranks have agreed, and this one has not applied the result."""
+Event = Callable[[type[Way], int, Path], None]
+STEPS = int(os.environ.get("FNDDP_TEST_STEPS", "50"))  # in which failures come at random points
+
+
+def two(way: type[Way], *, text: str = "", shapes: tuple[Shape, Shape] = (Shape(), Shape())) -> tuple[Way, Way]:
+    """Return two trainings that have taken a step, in which the order of gradients is learnt."""
+    trainings = way(text, shape=shapes[0]), way(text, shape=shapes[1])
+    for each in trainings:
+        each.step(each.batch(dist.get_rank(), 0))
+    return trainings
+
+
+def go_on(rank: int, one: Way, other: Way, *, at: int = 50) -> None:
+    """Require that two trainings have the same bits after each of two further steps; end them."""
+    for step in range(at, at + 2):
+        for each in (one, other):
+            each.step(each.batch(rank, step))
+        assert one.all == other.all, f"after step {step}"
+    for each in (one, other):
+        each.end()
+
+
+# Failures
+
+
+def fail(rank: int, training: Way, step: int, *, who: int, point: Any = None, **trap: str) -> None:
+    """Run a step in which one rank fails; nothing has changed after it."""
+    held, is_mine = training.all, rank == who
+    raises: Any = nullcontext()
+    if is_mine:
+        raises = pytest.raises((Trap, Interrupt))
+    elif training.told:
+        raises = pytest.raises(StepFailedError, match=training.told.format(who))
+    with raises, point if is_mine and point is not None else nullcontext():
+        training.step(training.batch(rank, step, **(trap if is_mine else {})))
+    assert training.all == held
+
+
+Place = tuple[str, Any]  # the name of a place in which a rank can fail, and a trap or a point and the number of a call
+
+
+def places(rank: int, training: Way) -> list[Place]:
+    """Return all places in which a rank can fail in a step. Takes steps of `training`."""
+    found: list[Place] = [(trap, trap) for trap in training.traps]
+    for i, point in enumerate(training.points):
+        with failing(point.owner, point.name, -1) as calls:
+            training.backward(training.batch(rank, 90 + i))
+            in_backward = len(calls)
+            training.update()
+        count = (len(calls) if training.updates else in_backward) + point.after
+        assert count > 0, f"{point} is never reached"
+        found += [(f"{point}, call {call} of {count}", (point, call)) for call in range(count)]
+    return found
+
+
+def fail_at(rank: int, training: Way, step: int, place: Place, *, who: int) -> None:
+    name, what = place
+    try:
+        if isinstance(what, str):
+            fail(rank, training, step, who=who, trap=what)
+        else:
+            point, call = what
+            fail(rank, training, step, who=who, point=point.at(call))
+    except BaseException as error:
+        error.add_note(f"where rank {who} fails {name}")
+        raise
+
+
+def a_failure_at_each_point(way: type[Way], rank: int, _: Path) -> None:
+    disturbed, straight = two(way)
+    found = places(rank, disturbed)
+    assert found == places(rank, straight)
+    for i, place in enumerate(found):
+        fail_at(rank, disturbed, 100 + i, place, who=i % way.ranks)
+        for each in (disturbed, straight):
+            each.step(each.batch(rank, i))
+        assert disturbed.all == straight.all, f"after a failure {place[0]}"
+    go_on(rank, disturbed, straight)
+
+
+def an_error_of_all_ranks(trap: str) -> Event:
+    def event(way: type[Way], rank: int, _: Path) -> None:
+        disturbed, straight = two(way)
+        held = bits(disturbed.state)
+        with pytest.raises(Trap):
+            disturbed.step(disturbed.batch(rank, 9, trap=trap))
+        assert bits(disturbed.state) == held
+        go_on(rank, disturbed, straight)
+
+    return event
+
+
+def a_dead_wire(way: type[Way], rank: int, _: Path) -> None:
+    disturbed, straight = two(way)
+    held = disturbed.all
+    with pytest.raises(CollectiveError) if way.told else nullcontext(), disturbed.dead_wire(rank):
+        disturbed.step(disturbed.batch(rank, 1))
+    assert disturbed.all == held
+    go_on(rank, disturbed, straight)
+
+
+def an_error_in_the_update(way: type[Way], rank: int, _: Path) -> None:
+    """Some owners have updated theirs."""
+    training, _ = two(way)
+    if rank == 1:
+        training.optimizer.param_groups[0]["momentum"] = "none"
+    with pytest.raises(TypeError if rank == 1 else StepFailedError, match="str" if rank == 1 else "restart"):
+        training.step(training.batch(rank, 1))
+    training.step(training.batch(rank, 2))
+
+
+# Gradients
+
+
+def accumulation(way: type[Way], rank: int, _: Path) -> None:
+    shape = Shape(units=False)
+    disturbed, straight = two(way, shapes=(shape, shape))
+    for step in range(2):
+        micro = [disturbed.batch(rank, 10 + step), disturbed.batch(rank, 20 + step)]
+        disturbed.step(*micro)
+        micro[0].xs += micro[1].xs
+        straight.step(micro[0])
+        assert disturbed.all == straight.all
+    go_on(rank, disturbed, straight)
+
+
+def a_gradient_that_is_not_finite(way: type[Way], rank: int, _: Path) -> None:
+    """Without the optimizer's step, which all ranks leave out, it leaves nothing in the memory of the pipeline."""
+    disturbed, straight = two(way)
+    for step, factor in enumerate((float("nan"), float("inf"))):
+        disturbed.step(disturbed.batch(rank, 10 + step, factor=factor if rank == step else 1.0))
+        for each in (disturbed, straight):
+            each.step(each.batch(rank, 20 + step))
+        assert disturbed.all == straight.all
+    go_on(rank, disturbed, straight)
+
+
+def unused_leaves(way: type[Way], rank: int, _: Path) -> None:
+    """On some ranks, and on all: as where their gradients are zero."""
+    shape = Shape(momentum=0.0)
+    disturbed, straight = two(way, text=way.plain, shapes=(shape, shape))
+    for step, uses in enumerate((False, True) if way.uses_alike else (rank == 0, False, rank == 1, True)):
+        disturbed.step(disturbed.batch(rank, step, extra=1.0 if uses else None))
+        straight.step(straight.batch(rank, step, extra=1.0 if uses else 0.0))
+        assert bits(disturbed.leaves) == bits(straight.leaves), step
+    for each in (disturbed, straight):
+        each.end()
+
+
+def frozen_leaves(way: type[Way], rank: int, _: Path) -> None:
+    go_on(rank, *two(way, shapes=(Shape(extra="frozen"), Shape(extra="constant"))))
+
+
+def memory_formats(way: type[Way], rank: int, _: Path) -> None:
+    go_on(rank, *two(way, shapes=(Shape(layout="other"), Shape())))
+
+
+# Pipelines and states
+
+
+def another_pipeline(way: type[Way], rank: int, folder: Path) -> None:
+    """As a training that begins with it, from these parameters."""
+    changed, fresh = two(way)[0], way(way.plain)
+    changed.set_sync(way.plain)
+    changed.save(folder)
+    fresh.load(folder)
+    go_on(rank, changed, fresh)
+
+
+def reset(way: type[Way], rank: int, folder: Path) -> None:
+    disturbed, fresh = two(way)[0], way()
+    disturbed.save(folder)
+    fresh.load(folder, reset_sync=True)
+    disturbed.reset()
+    go_on(rank, disturbed, fresh)
+
+
+def a_checkpoint(way: type[Way], rank: int, folder: Path) -> None:
+    saved, loaded = two(way)
+    saved.step(saved.batch(rank, 1))
+    saved.save(folder)
+    loaded.load(folder)
+    go_on(rank, saved, loaded)
+
+
+def a_checkpoint_of_another_way_in(way: type[Way], rank: int, folder: Path) -> None:
+    for i, (text, names) in enumerate(FAMILIES):
+        if way in (ways := [WAYS[name] for name in names]):
+            saved = two(way, text=text)[0]
+            (folder / str(i)).mkdir(exist_ok=True)
+            saved.save(folder / str(i))
+            others = [other(text) for other in ways if other is not way]
+            for other in others:
+                other.load(folder / str(i))
+            for step in range(1, 3):
+                for each in (saved, *others):
+                    each.step(each.batch(rank, step))
+                for other in others:
+                    assert bits(other.leaves) == bits(saved.leaves), (text, type(other).__name__, step)
+
+
+def a_copy(copies: Callable[[Any], Any]) -> Event:
+    def event(way: type[Way], rank: int, _: Path) -> None:
+        copied, straight = two(way)
+        twin = copies(copied)
+        for step in (1, 2):
+            for each in (copied, twin, straight):
+                each.step(each.batch(rank, step))
+        assert copied.all == straight.all
+        go_on(rank, twin, straight)
+
+    return event
+
+
+def a_thread_that_evaluates(way: type[Way], rank: int, _: Path) -> None:
+    disturbed, straight = two(way)
+    is_over, errors = threading.Event(), list[BaseException]()
+
+    def evaluate() -> None:
+        try:
+            while not is_over.is_set():
+                disturbed.evaluate(disturbed.batch(rank, 7))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    try:
+        for step in range(4):
+            for each in (disturbed, straight):
+                each.step(each.batch(rank, step))
+    finally:
+        is_over.set()
+        thread.join()
+    assert not errors, errors
+    go_on(rank, disturbed, straight)
+
+
+# A place for one more event: a weight of each rank, of a pipeline `weighted(inner)`.
+EVENTS: dict[str, Event] = {
+    "a failure at each point": a_failure_at_each_point,
+    "an error of all ranks in forward": an_error_of_all_ranks("forward"),
+    "an error of all ranks in backward": an_error_of_all_ranks("middle"),
+    "an error in the update": an_error_in_the_update,
+    "accumulation": accumulation,
+    "a gradient that is not finite": a_gradient_that_is_not_finite,
+    "unused leaves": unused_leaves,
+    "frozen leaves": frozen_leaves,
+    "memory formats": memory_formats,
+    "another pipeline": another_pipeline,
+    "reset": reset,
+    "a checkpoint": a_checkpoint,
+    "a checkpoint of another way in": a_checkpoint_of_another_way_in,
+    "deepcopy": a_copy(copy.deepcopy),
+    "pickle": a_copy(lambda training: pickle.loads(pickle.dumps(training))),
+    "a thread that evaluates": a_thread_that_evaluates,
+    "a dead wire": a_dead_wire,
+}
+
+
+def run_row(rank: int, name: str, folder: str, events: list[str]) -> None:
+    way = WAYS[name]
+    for i, event in enumerate(events):
+        cell, of_cell = way.cells.get(event), Path(folder) / str(i)
+        if isinstance(cell, Absent):
+            continue
+        of_cell.mkdir(exist_ok=True)
+        try:
+            with nullcontext() if cell is None else pytest.raises(Exception, match=cell.text):
+                EVENTS[event](way, rank, of_cell)
+        except BaseException as error:
+            error.add_note(f"in the cell of {name!r} and {event!r}")
+            raise
+
+
+def chosen() -> list[str]:
+    """Return the events of the table, or those in FNDDP_TEST_EVENTS, which are separated by commas."""
+    only = os.environ.get("FNDDP_TEST_EVENTS")
+    return [event for event in EVENTS if only is None or event in only.split(",")]
+
+
+ROWS = [pytest.param(name, marks=[pytest.mark.thorough] if name in MORE else []) for name in WAYS]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_event_leaves_a_way_in_as_it_was_or_is_refused(gloo: Any, tmp_path: Path, name: str) -> None:
+    gloo(WAYS[name].ranks, run_row, name, str(tmp_path), chosen())
+
+
+# Other numbers of ranks, whose mean is the same: all have the same data, and one rank alone encodes nothing
+
+
+def save_and_go_on(rank: int, name: str, folder: str) -> list[Any]:
+    training = WAYS[name](WAYS[name].plain)
+    for step in range(2):
+        training.step(training.batch(0, step))
+    training.save(Path(folder))
+    return go_on_alone(training)
+
+
+def load_and_go_on(rank: int, name: str, folder: str) -> list[Any]:
+    training = WAYS[name](WAYS[name].plain)
+    training.load(Path(folder))
+    return go_on_alone(training)
+
+
+def go_on_alone(training: Way) -> list[Any]:
+    for step in range(2, 4):
+        training.step(training.batch(0, step))
+    training.end()
+    return bits(training.leaves)
+
+
+@pytest.mark.parametrize("n", [1, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", RESHARDED)
+def test_another_number_of_ranks_loads_a_checkpoint(gloo: Any, tmp_path: Path, name: str, n: int) -> None:
+    want = gloo(WAYS[name].ranks, save_and_go_on, name, str(tmp_path))[0]
+    assert gloo(n, load_and_go_on, name, str(tmp_path)) == [want] * n
+
+
+# Failures at random points
+
+
+def fail_at_random(rank: int, name: str, seed: int, steps: int) -> None:
+    """Each rank draws the same: whether a step fails, where, and on which rank."""
+    draws, way = random.Random(seed), WAYS[name]
+    disturbed, straight = two(way)
+    found = places(rank, disturbed)
+    assert found == places(rank, straight)
+    for step in range(steps):
+        if found and draws.random() < 0.5:
+            place, who = draws.choice(found), draws.randrange(way.ranks)
+            fail_at(rank, disturbed, 10_000 + step, place, who=who)
+        for each in (disturbed, straight):
+            each.step(each.batch(rank, step))
+        assert disturbed.all == straight.all, f"step {step}"
+    for each in (disturbed, straight):
+        each.end()
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(60 + 2 * STEPS)
+@pytest.mark.parametrize("name", WAYS)
+def test_failures_at_random_points_leave_no_trace(gloo: Any, name: str) -> None:
+    """In FNDDP_TEST_STEPS steps, as FNDDP_TEST_SEED says, which is another number in each run unless it is set."""
+    seed = int(os.environ.get("FNDDP_TEST_SEED", random.SystemRandom().randrange(2**32)))
+    print(f"FNDDP_TEST_SEED={seed}")
+    gloo(WAYS[name].ranks, fail_at_random, name, seed, STEPS, timeout=60 + 2 * STEPS)
+
+
+# After the vote
+
+
+def check_interrupt_after_the_vote(rank: int, name: str) -> None:
+    training = two(WAYS[name])[0]
+    owner, method = ENDINGS[name]
+    is_mine = rank == 1
+    with pytest.raises(Interrupt) if is_mine else nullcontext(), interrupted(owner, method, 0 if is_mine else -1):
+        training.step(training.batch(rank, 1))
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
+            training.step(training.batch(rank, 2))
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_an_interrupt_after_the_vote_lets_the_rank_refuse(gloo: Any, name: str) -> None:
+    """All ranks have agreed, and this one has not applied the result."""
+    gloo(2, check_interrupt_after_the_vote, name)
+
+
+def check_refusal_within(rank: int) -> None:
+    """A backward that does not begin at the model's outputs, where the step would: its first gradient begins it."""
+    training, within = two(WAYS["compress_replicas"])[0], list[Any]()
+    training.model.first.register_forward_hook(lambda _, __, output: within.append(output))
+    training.model.zero_grad()
+    training.model(training.batch(rank, 1))
+    within[-1].square().mean().backward()
+    assert training.model.first.weight.grad is not None
+    with pytest.raises(CollectiveError, match="the peer is gone"), training.dead_wire(rank):
+        training.step(training.batch(rank, 2))
+    training.model.zero_grad()
+    training.model(training.batch(rank, 3))
+    with pytest.raises(RuntimeError, match="an earlier step failed on this rank"):
+        within[-1].square().mean().backward()
+
+
+def test_a_step_of_replicas_that_cannot_begin_at_a_gradient_raises(gloo: Any) -> None:
+    gloo(2, check_refusal_within)
