@@ -378,8 +378,8 @@ def fail_at_random(rank: int, name: str, seed: int, steps: int) -> None:
 @pytest.mark.timeout(60 + 2 * STEPS)
 @pytest.mark.parametrize("name", WAYS)
 def test_failures_at_random_points_leave_no_trace(gloo: Any, name: str) -> None:
-    """In FNDDP_TEST_STEPS steps, as FNDDP_TEST_SEED says, which is another number in each run unless it is set."""
-    seed = int(os.environ.get("FNDDP_TEST_SEED", random.SystemRandom().randrange(2**32)))
+    """In FNDDP_TEST_STEPS steps, as FNDDP_TEST_SEED says: another number tries other points."""
+    seed = int(os.environ.get("FNDDP_TEST_SEED", "0"))
     print(f"FNDDP_TEST_SEED={seed}")
     gloo(WAYS[name].ranks, fail_at_random, name, seed, STEPS, timeout=60 + 2 * STEPS)
 
