@@ -272,7 +272,6 @@ def a_thread_that_evaluates(way: type[Way], rank: int, _: Path) -> None:
     go_on(rank, disturbed, straight)
 
 
-# A place for one more event: a weight of each rank, of a pipeline `weighted(inner)`.
 EVENTS: dict[str, Event] = {
     "a failure at each point": a_failure_at_each_point,
     "an error of all ranks in forward": an_error_of_all_ranks("forward"),
