@@ -272,7 +272,6 @@ def a_thread_that_evaluates(way: type[Way], rank: int, _: Path) -> None:
     go_on(rank, disturbed, straight)
 
 
-# A place for one more event: a weight of each rank, of a pipeline `weighted(inner)`.
 EVENTS: dict[str, Event] = {
     "a failure at each point": a_failure_at_each_point,
     "an error of all ranks in forward": an_error_of_all_ranks("forward"),
@@ -378,8 +377,8 @@ def fail_at_random(rank: int, name: str, seed: int, steps: int) -> None:
 @pytest.mark.timeout(60 + 2 * STEPS)
 @pytest.mark.parametrize("name", WAYS)
 def test_failures_at_random_points_leave_no_trace(gloo: Any, name: str) -> None:
-    """In FNDDP_TEST_STEPS steps, as FNDDP_TEST_SEED says, which is another number in each run unless it is set."""
-    seed = int(os.environ.get("FNDDP_TEST_SEED", random.SystemRandom().randrange(2**32)))
+    """In FNDDP_TEST_STEPS steps, as FNDDP_TEST_SEED says: another number tries other points."""
+    seed = int(os.environ.get("FNDDP_TEST_SEED", "0"))
     print(f"FNDDP_TEST_SEED={seed}")
     gloo(WAYS[name].ranks, fail_at_random, name, seed, STEPS, timeout=60 + 2 * STEPS)
 

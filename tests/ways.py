@@ -527,7 +527,7 @@ class ShardsAndReplicas(Fsdp):
 
     @property
     def state(self) -> Any:
-        return self.keeper.state
+        return self.keeper.sync_state
 
     def make(self) -> None:
         mesh = self.mesh(2, dist.get_world_size() // 2)
@@ -640,7 +640,11 @@ OUTER = {
 def attached(name: str) -> type[Attach]:
     # Each tree of des_loc has a step of its own, and what comes between them is after a vote.
     points = Attach.points[:1] if name == "des_loc" else Attach.points
-    return type(f"Attach_{name}", (Attach,), {"text": OUTER[name], "points": points})
+    is_set_up = (
+        name != "post_local_sgd"
+    )  # whose engine of parameters is set up in that step, as the wire's own error says
+    cells = Attach.cells | ({} if is_set_up else {"a dead wire": Refuses("the peer is gone")})
+    return type(f"Attach_{name}", (Attach,), {"text": OUTER[name], "points": points, "cells": cells})
 
 
 # torchft's
