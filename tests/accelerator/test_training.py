@@ -463,7 +463,10 @@ def train_small(rank: int, device: str, texts: list[str]) -> dict[str, Any]:
 
 
 def train_small_by_calls(rank: int, device: str, texts: list[str]) -> dict[str, Any]:
-    """The same without a plan: the pipeline is called on gradients."""
+    """The same without a plan: the pipeline is called on gradients.
+
+    Without those whose training ends in NaN: a step keeps its memory from them, and a call does not.
+    """
     ends = {}
     for text in texts:
         net, batches = small(rank, device)
@@ -476,7 +479,8 @@ def train_small_by_calls(rank: int, device: str, texts: list[str]) -> dict[str, 
             for name, p in net.named_parameters():
                 p.grad = means.get(name)
             optimizer.step()
-        ends[text] = result(net, state)
+        if all(p.isfinite().all() for p in net.parameters()):
+            ends[text] = result(net, state)
     return ends
 
 
@@ -486,6 +490,8 @@ def test_any_nesting_has_the_bits_of_the_cpu(ranks):
     print(f"FNDDP_TEST_SEED={number}")
     texts = sample(number, 60)
     want = ranks(2, "cpu", train_small_by_calls, texts)
+    texts = list(want[0])
+    assert len(texts) > 50
     for last, mine in zip(ORDERS, (texts[::2], texts[1::2]), strict=True):
         for rank, ends in enumerate(ranks(2, last, train_small, mine, seed=number)):
             different = [text for text in mine if ends[text] != want[rank][text]]
