@@ -470,19 +470,19 @@ LOWERED: tuple[Law, ...] = (law_6_lowered_is_eager, law_7_resuming_an_engine_is_
 """Laws that lower the pipeline, which takes longest, and therefore share `traces`."""
 
 
-def _weight(sync: Sync) -> float | None:
+def weight_of(sync: Sync) -> float | None:
     """Return this rank's weight in all steps of `weighted`; None for another pipeline."""
     return float(1 + (dist.get_rank() if dist.is_initialized() else 0)) if sync.takes_weight else None
 
 
 def called(sync: Sync, grads: Tree, state: State) -> tuple[Tree, State]:
     """Return `sync(grads, state)`, with a weight if it takes one."""
-    return sync(grads, state, weight=_weight(sync))
+    return sync(grads, state, weight=weight_of(sync))
 
 
 def exchanged(sync: Sync, leaves: Leaves, state: State) -> Exchange:
     """Return `sync.exchange(leaves, state)`, with a weight if it takes one."""
-    weight = _weight(sync)
+    weight = weight_of(sync)
     with within(replace(current(), weight=None if weight is None else Weight.of(weight))):
         return sync.exchange(leaves, state)
 
@@ -532,7 +532,7 @@ def make_engine(
 def engine_step(engine: Engine, state: State, grads: Tree, order: random.Random) -> Synchronized:
     """Run a step of `engine` from `state`, None for its own, on copies of `grads` in an order drawn from `order`."""
     leaves, _ = tree.flatten(grads)
-    step = engine.begin(state, weight=_weight(engine.sync))
+    step = engine.begin(state, weight=weight_of(engine.sync))
     for path in order.sample(list(leaves), len(leaves)):
         step.feed(path, leaves[path].clone())
     done = step.finish()

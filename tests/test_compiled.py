@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fnddp
 from fnddp.core.tree import flatten_any
-from fnddp.laws import gather
+from fnddp.laws import gather, weight_of
 from fnddp.torch_private import functional_collectives as _functional
 from tests.pipelines import EXAMPLES
 from tests.ranks import on_ranks
@@ -51,7 +51,7 @@ def test_compiled_equals_eager(rank: int, text: str) -> None:
     sync, inputs = fnddp.parse(text), inputs_of(rank)
 
     def step(inputs: dict[str, Tensor], state: object, i: Tensor) -> object:
-        return sync({name: x * i for name, x in inputs.items()}, state)
+        return sync({name: x * i for name, x in inputs.items()}, state, weight=weight_of(sync))
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True)
@@ -85,7 +85,7 @@ def test_compiled_on_ranks_with_other_shapes_of_data_equals_eager(rank: int, tex
         for name in reversed(names):
             gradients[name] = x.mT @ x / 4096
             x = torch.where(x > 1, x - 3, x + 1).roll(1, -1)
-        return sync({name: gradients[name] for name in names}, state)
+        return sync({name: gradients[name] for name in names}, state, weight=weight_of(sync))
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, dynamic=False)

@@ -129,7 +129,9 @@ def test_rows_begin_at_multiples_of_16_bytes_or_of_128(kind, elements, columns):
 
 @pytest.mark.parametrize("text", one_of(4, (text for text in EXAMPLES.values() if fnddp.parse(text).traceable)))
 def test_every_row_of_every_example_is_aligned(text):
-    for collective in fnddp.lower(fnddp.parse(text), laws.mixed(0, 0), world_size=3).collectives:
+    sync = fnddp.parse(text)
+    leaves = laws.model(0, 0) if sync.takes_weight else laws.mixed(0, 0)  # integers have none
+    for collective in fnddp.lower(sync, leaves, world_size=3).collectives:
         assert collective.kind.is_in_place or collective.width * collective.dtype.itemsize % 16 == 0
 
 

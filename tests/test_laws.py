@@ -165,10 +165,10 @@ def test_nestings_lowered(sync, n, tree, donation, seed):
 @pytest.mark.parametrize("name", one_of(4, EXAMPLES))
 def test_channels_last_gradients_stay_channels_last(name):
     sync, example, traces = fnddp.parse(EXAMPLES[name]), grads("model", 0), Traces()
-    mean, state = sync(example, sync.init(example))
+    mean, state = fnddp.laws.called(sync, example, sync.init(example))
     start = sync.init(example)
     if mean["conv.weight"] is None:  # no update in the first step
-        start, (mean, _) = state, sync(example, state)
+        start, (mean, _) = state, fnddp.laws.called(sync, example, state)
     for donation in DONATIONS[::2]:
         engine = make_engine(sync, example, donation, traces=traces)
         done = engine_step(engine, copy.deepcopy(start), example, random.Random(0))

@@ -14,7 +14,7 @@ import fnddp
 from fnddp import error_feedback, every, from_hook
 from fnddp.core import tree
 from fnddp.core.sync import REMEMBERED, State
-from fnddp.laws import bits
+from fnddp.laws import bits, weight_of
 from fnddp.run.nonfinite import unless
 from fnddp.torch_private import storage_use_count
 from tests.pipelines import EXAMPLES
@@ -66,7 +66,7 @@ def test_memory_stays_as_it_was(rank: int, text: str) -> None:
         if is_bad and rank == 1:
             grads["a.weight"][3, 4] = math.inf if step == 3 else math.nan
         before = {path: part.clone() for path, part in memory(state).items()}
-        mean, state = run(grads, state)
+        mean, state = run(grads, state, weight=weight_of(sync))
         for path, part in memory(state).items():
             assert part.isfinite().all(), (step, path)
             if is_bad and path in before:

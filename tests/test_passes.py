@@ -292,11 +292,12 @@ def test_a_trace_asks_once_what_an_operation_makes_of_leaves_of_one_shape(monkey
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_kernels_make_what_the_rules_of_fake_tensors_make(monkeypatch, name):
-    plans: list[str] = []
+    plans, sync = list[str](), fnddp.parse(EXAMPLES[name])
+    leaves = TREES["model" if sync.takes_weight else "mixed"](0, 0)  # integers have no weight
     for is_made_by_kernel in (torch_private._is_made_by_kernel, lambda operation: False):
         monkeypatch.setattr(torch_private, "_is_made_by_kernel", is_made_by_kernel)
         monkeypatch.setattr(Recorder, "_shared", {})
-        plan = fnddp.lower(fnddp.parse(EXAMPLES[name]), TREES["mixed"](0, 0), world_size=3)
+        plan = fnddp.lower(sync, leaves, world_size=3)
         # Strides of dimensions of one element may differ, and with them what is written in place.
         plans.append(re.sub(r" in \w+$", "", plan.show(code=True), flags=re.MULTILINE) + repr(plan.means))
     assert plans[0] == plans[1]

@@ -11,7 +11,7 @@ import fnddp
 from fnddp import WireCounter, allreduce, error_feedback, fp16, lower, partition, powersgd, tree
 from fnddp.core.buckets import MB, assign_buckets
 from fnddp.ir.program import Grad, LeafSpec, PayloadRange, StatePart
-from fnddp.laws import DONATIONS, SMALL_BUCKETS, law_6_lowered_is_eager
+from fnddp.laws import DONATIONS, SMALL_BUCKETS, called, law_6_lowered_is_eager, weight_of
 from fnddp.plan.draft import Donation, Draft, Request
 from fnddp.plan.graph import tensor_nodes
 from fnddp.plan.lower import Traces, lower_leaves
@@ -265,9 +265,9 @@ def test_offline_plans_and_wire_bytes_are_those_of_a_real_world(rank: int, text:
     state = step.init(grads("model", rank))
     for i in range(3):
         with WireCounter() as eager:
-            sync(grads("model", rank, i), state)
+            called(sync, grads("model", rank, i), state)
         with WireCounter() as counter:
-            _, state = step(grads("model", rank, i), state)
+            _, state = step(grads("model", rank, i), state, weight=weight_of(sync))
         assert step.plan is not None
         assert (counter.wire_bytes, counter.collectives) == (step.plan.wire_bytes, len(step.plan.collectives))
         assert counter.wire_bytes == eager.wire_bytes

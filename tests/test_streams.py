@@ -283,7 +283,8 @@ SCENARIOS = [
         run_by_inductor,
     ),
 ]
-LEFT_OUT = ("hierarchical", *HALVES)  # a node alone: see GROUPS; and means that are no gradients of a module
+# A node alone: see GROUPS; what is a scenario; and means that are no gradients of a module.
+LEFT_OUT = ("hierarchical", "weighted", *HALVES)
 REGISTERED = [text for name, text in EXAMPLES.items() if name not in LEFT_OUT]
 CASES = [
     *product(SCENARIOS, [*TEXTS, *PERIODIC, *GROUPS]),

@@ -159,21 +159,22 @@ def test_ranks_without_inputs_have_the_weight_0_within_join(rank: int) -> None:
 
 @pytest.mark.thorough
 @on_ranks(2, seconds=300)
-def test_torch_compile_takes_a_tensor_as_weight(rank: int) -> None:
+def test_torch_compile_takes_tensors_and_numbers_as_weights(rank: int) -> None:
     sync = weighted(error_feedback(fp16(allreduce)))
     grads, state = gradients(rank, 0), sync.init(gradients(rank, 0))
 
-    @partial(torch.compile, backend="eager", fullgraph=True)
-    def step(grads: Any, state: Any, weight: Tensor) -> Any:
+    @partial(torch.compile, backend="aot_eager", fullgraph=True)  # torch's "eager" leaves no_grad on after an error
+    def step(grads: Any, state: Any, weight: Any) -> Any:
         return sync(grads, state, weight=weight)
 
     for weight in (1.0 + 2 * rank, float(rank)):
-        mean, _ = step({name: g if weight else g * NAN for name, g in grads.items()}, state, torch.tensor(weight))
         want, _ = sync(grads, state, weight=weight)
-        torch.testing.assert_close(mean, want)
-    for bad in (-1.0, NAN, 0.0):
+        for given in (torch.tensor(weight), weight, int(weight)):
+            mean, _ = step({name: g if weight else g * NAN for name, g in grads.items()}, state, given)
+            torch.testing.assert_close(mean, want)
+    for bad in (*map(torch.tensor, (-1.0, NAN, 0.0)), -1, None):
         with pytest.raises(RuntimeError, match="weight: one is negative or not finite, or all ranks gave 0"):
-            step(grads, state, torch.tensor(bad))
+            step(grads, state, bad)
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives
+from fnddp.core.opaque import rounded
 from fnddp.core.sync import Exchange, State, Sync, transform
 from fnddp.core.tree import Leaves, Tree
 from fnddp.wire.groups import current
@@ -71,7 +72,8 @@ class weighted(Sync):
         return self.inner.init(grads)
 
     def __call__(self, grads: T, state: State, *, weight: float | Tensor | None = None) -> tuple[T, State]:
-        given = weight if isinstance(weight, Tensor) and torch.compiler.is_compiling() else Weight.of(weight)
+        is_compiled = torch.compiler.is_compiling() and weight is not None
+        given = torch.as_tensor(weight, dtype=torch.float64) if is_compiled else Weight.of(weight)
         return self._called(grads, state, partial(self._weigh, weight=given))
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
@@ -99,4 +101,4 @@ class weighted(Sync):
     def scaled(leaf: Tensor, scale: Tensor) -> Tensor:
         """Return `leaf` times the scalar `scale`, of float64, rounded once."""
         wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
-        return (wide * scale.to(wide.real.dtype)).to(leaf.dtype)
+        return rounded(wide * scale.to(wide.real.dtype), leaf.dtype)

@@ -100,6 +100,20 @@ def reading_means_late(rank: int, device: str) -> Any:
     return bits(means)
 
 
+def with_weights_given(rank: int, device: str) -> Any:
+    """Numbers on the main stream, whose memory is another's as soon as the factor is asked for."""
+    engine, leaves = engine_of(device, "weighted(fp16(allreduce))")
+    means = []
+    for i in range(3):
+        step = engine.begin(weight=rank + 1.0 + i)
+        step.feed_all(grads_of(leaves, rank, i))
+        step.advance(block=True)
+        others = [torch.full((), 3.0, dtype=torch.float64, device=device) for _ in range(8)]
+        means.append(copied(step.finish().mean))
+        del step, others
+    return bits(means)
+
+
 def told_of_what_is_not_finite(rank: int, device: str) -> Any:
     """As shards tell replicas: by a number that is made on the main stream, whose memory is soon another's."""
     engine, leaves = engine_of(device, FEEDBACK)
@@ -171,6 +185,7 @@ FINDS: dict[str, tuple[Callable[[int, str], Any], str]] = {
     "core/collectives.py results waited": (without_a_plan, "side"),
     "integrations/fsdp/shards.py __call__ waited": (with_weights_sharded_again, "side"),
     "integrations/fsdp/unit.py _said waited": (with_weights_that_stay, "side"),
+    "run/program.py begin keep": (with_weights_given, "side"),
     "run/step.py _start wait": (with_gradients_of_several_streams, "default"),
     "run/step.py commit wait": (with_collectives_in_a_row, "side"),
     "run/step.py commit keep": (reading_means_late, "default"),
@@ -183,7 +198,7 @@ FINDS: dict[str, tuple[Callable[[int, str], Any], str]] = {
     "run/vote.py _gathered waited": (with_collectives_in_a_row, "side"),
     "wire/control.py _reduced waited": (with_messages, "side"),
     "wire/control.py _broadcast_over waited": (with_messages, "side"),
-    "wire/control.py _gathering waited": (with_messages, "side"),
+    "wire/control.py _gathered waited": (with_messages, "side"),
 }
 APART = ["wire/c10d.py", "cost/measure.py"]  # wait in threads, for gloo; and for links that are measured
 RANKS = {with_weights_sharded_again: 4}
