@@ -306,24 +306,31 @@ def is_torchcomms(group: dist.ProcessGroup) -> bool:
     return wrapper is not None and isinstance(group._get_backend(torch.device("cpu")), wrapper)
 
 
-def connect_again(group: dist.ProcessGroup, name: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Make another gloo process group, called `name`, of the ranks of `group`; block until all ranks have joined.
+def connect_again(
+    group: dist.ProcessGroup, name: str, timeout: timedelta | None, device: torch.device
+) -> dist.ProcessGroup:
+    """Make another process group, called `name`, of the ranks of `group`; block until all ranks have joined.
 
     Ranks find each other by the name, which `dist.new_group` does not let callers choose: it counts a rank's groups.
 
     Args:
-        group: Any group; without a backend for the CPU it needs a `timeout`.
+        group: Any group; without a backend for the CPU it needs a `timeout` for one on the CPU.
         name: A name that no group has.
         timeout: Timeout of the new group; None for the timeout of `group`.
+        device: Of the tensors that it moves: by gloo for the CPU, by the backend of `group` for an accelerator.
     """
+    is_cpu, default = device.type == "cpu", c10d._get_default_group()
+    if default.bound_device_id and not is_cpu:  # the group's communicator is there, and NCCL can split it
+        return dist.split_group(group, [list(range(group.size()))], timeout)  # pyright: ignore[reportReturnType]
     ranks = dist.get_process_group_ranks(group)
     helper: Any = c10d._new_process_group_helper
-    backend: Any = None if timeout else group._get_backend(torch.device("cpu"))
+    options: Any = None if timeout else getattr(group._get_backend(device), "options", None)
+    timeout = timeout or getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
+    backends: Any = c10d.BackendConfig(dist.get_backend_config(group)).get_device_backend_map()  # pyright: ignore[reportArgumentType]
     store: Any = c10d._world.pg_map[group][1]
     store = store.clone()  # while one thread waits for a key, no other can use the same store
-    connected: Any = helper(
-        len(ranks), group.rank(), ranks, dist.Backend("gloo"), store, name, timeout=timeout or backend.options._timeout
-    )[0]
+    backend = dist.Backend("gloo" if is_cpu else backends[device.type])
+    connected: Any = helper(len(ranks), group.rank(), ranks, backend, store, name, timeout=timeout)[0]
     c10d._world.pg_group_ranks[connected] = {rank: position for position, rank in enumerate(ranks)}
     return connected
 

@@ -13,12 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
-from fnddp import RankMismatchError, allreduce, error_feedback, fp16, from_hook, outer, powersgd, verify
+from fnddp import RankMismatchError, allreduce, error_feedback, fp16, from_hook, powersgd, verify
 from fnddp.integrations.fsdp import compress_replicas
-from fnddp.laws import bits
 from fnddp.simulation.ranks import run_threads
 from fnddp.wire.protocol import CollectiveError
 from tests.ranks import on_ranks
@@ -155,52 +153,28 @@ def test_a_rank_that_alone_sets_a_state_is_told(rank: int, kind: str) -> None:
     dist.barrier()
 
 
-def two_steps(way: str, nets: list[nn.Module]) -> list[Any]:
-    """A function for each net that takes a whole step on what it is given."""
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-    if way == "module":
-        models = [fnddp.DistributedDataParallel(net, sync="error_feedback(quantize(two_shot))") for net in nets]
-    elif way == "register":
-        models: list[nn.Module] = [TorchDDP(net) for net in nets]
-        for model in models:
-            fnddp.register(model, fp16(allreduce))
-    else:
-        models = nets
-    synchronized = [fnddp.jit(fp16(allreduce)) for _ in nets] if way == "jit" else []
-    if way == "attach":
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            outer.attach(net, optimizer, outer.diloco(allreduce, every=1))
-
-    def take(which: int, x: torch.Tensor) -> None:
-        optimizers[which].zero_grad()
-        models[which](x).square().mean().backward()
-        parameters = dict(nets[which].named_parameters())
-        if way == "jit":
-            mean, _ = synchronized[which]({name: p.grad for name, p in parameters.items()}, ())
-            for name, p in parameters.items():
-                p.grad = mean[name]
-        optimizers[which].step()
-
-    return [partial(take, which) for which in range(2)]
-
-
-@pytest.mark.parametrize("way", ["module", "register", "jit", "attach"])
 @on_ranks(2, 3)
-def test_models_of_one_size_in_another_order_on_a_rank_are_an_error_on_all(rank: int, way: str) -> None:
-    """Their messages have one size, so that one's would be taken for the other's."""
-    torch.manual_seed(0)
-    nets: list[nn.Module] = [nn.Linear(6, 5) for _ in range(2)]
-    first, second = two_steps(way, nets)
+def test_functions_of_one_size_in_another_order_on_a_rank_are_an_error_on_all(rank: int) -> None:
+    """Functions share messages, which have one size: one's would be taken for the other's."""
+    first, second = [fnddp.jit(fp16(allreduce)) for _ in range(2)]
+    n = dist.get_world_size()
     for step in range(4):
-        x = torch.full((2, 6), rank + step + 1.0)
+        grads = {"w": torch.full((6,), float(rank))}
         if step == 2:
-            before = [p.detach().clone() for p in nets[0].parameters()]
             with pytest.raises(RankMismatchError, match=f"this rank is number {int(rank == 1)} of those"):
-                (second if rank == 1 else first)(x)
-            assert way == "attach" or bits(before) == bits(list(nets[0].parameters()))
-        first(x)
-        second(2 * x)
-        for each in (p.detach() for net in nets for p in net.parameters()):
-            everyone = [torch.empty_like(each) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyone, each)
-            assert all(bits(one) == bits(each) for one in everyone)
+                (second if rank == 1 else first)(grads, ())
+        for run, factor in ((first, 1), (second, 2)):
+            mean, _ = run({"w": factor * grads["w"]}, ())
+            assert mean["w"].tolist() == [factor * (n - 1) / 2] * 6
+
+
+@on_ranks(2)
+def test_models_in_another_order_on_a_rank_wait_for_each_other_until_the_timeout(rank: int) -> None:
+    """They have messages of their own, which cannot be taken for each other's."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    models = [fnddp.DistributedDataParallel(nn.Linear(6, 5), sync=fp16(allreduce), process_group=group) for _ in "ab"]
+    losses = [model(torch.ones(2, 6)).sum() for model in models]
+    with pytest.raises(CollectiveError, match="Another rank has failed, left, or not called backward"):
+        losses[rank].backward()
+    assert all(p.grad is None for p in models[rank].parameters())
+    dist.barrier()

@@ -1,5 +1,6 @@
 """Models on process groups of their own, whose backwards come in another order on each rank."""
 
+import gc
 import pickle
 import random
 import threading
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fnddp
-from fnddp.wire.c10d import C10D, dedicated_to, with_dedicated_groups
+from fnddp.wire.c10d import dedicated_to
 from fnddp.wire.protocol import CollectiveError
 from tests.models import Hooked, assert_equal_on_ranks, batch, grads_of
 from tests.ranks import on_ranks
@@ -94,14 +95,71 @@ def test_threads_that_set_up_on_one_group_at_once_share_what_is_dedicated_to_it(
 
     def set_up(i: int) -> str:
         barrier.wait()
-        wire = with_dedicated_groups(C10D, [groups[(i + rank) % 2].group_name])
-        return next(iter(wire._own.values()))
+        return dedicated_to(groups[(i + rank) % 2], "this")
 
     with ThreadPoolExecutor(4) as threads:
         names = list(threads.map(set_up, range(4)))
-    assert sorted(set(names)) == sorted(f"{group.group_name}/fnddp" for group in groups)
+    assert sorted(set(names)) == sorted(f"{group.group_name}/this" for group in groups)
     assert names[0] == names[2]
     assert names[1] == names[3]
+
+
+@on_ranks(2, 3, seconds=SECONDS)
+def test_each_model_has_a_communicator_and_takes_that_of_one_that_is_gone_on_all_ranks(rank: int) -> None:
+    def wrapped() -> Any:
+        return fnddp.DistributedDataParallel(nn.Linear(3, 2), sync="fp16(allreduce)")
+
+    def numbers(*models: Any) -> list[str]:
+        own = [model._engine._own_wire._own for model in models]
+        return [name.rpartition(" ")[2] for each in own for name in each.values()]
+
+    first, second = wrapped(), wrapped()
+    assert numbers(first, second) == ["0", "1"]
+    first.sync = "powersgd(allreduce)"  # keeps it
+    first(torch.ones(1, 3))
+    assert numbers(first) == ["0"]
+    kept = second if rank == 1 else None
+    del second
+    gc.collect()
+    third = wrapped()
+    assert numbers(third) == ["2"]  # rank 1 still has the second one
+    del kept
+    gc.collect()
+    assert numbers(wrapped()) == ["1"]
+    for model in (third, first):
+        model(torch.full((1, 3), rank + 1.0)).sum().backward()
+        assert_equal_on_ranks(grads_of(model))
+
+
+@on_ranks(2, seconds=SECONDS)
+def test_calls_within_calls_and_backwards_have_communicators_of_their_own(rank: int) -> None:
+    """Several messages of each depend on one another, so that their timing differs between ranks."""
+    model = fnddp.DistributedDataParallel(nn.Linear(3, 2), sync="powersgd(two_shot, rank=1, min_compression_rate=0)")
+    sync = fnddp.parse("powersgd(allreduce, rank=1, min_compression_rate=0)")
+    inner, grads = fnddp.jit(sync), {"w": torch.full((3, 4), rank + 1.0)}
+    plain, _ = sync(grads, sync.init(grads))
+    found: list[Any] = []
+
+    def call(_: Any) -> None:
+        found.append(inner(grads, sync.init(grads))[0])
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        made = x @ params["w"]
+        made.register_hook(call)
+        return made.square().sum()
+
+    outer, state = fnddp.value_and_grad(loss, sync), sync.init(grads)
+    for _ in range(5):
+        model.zero_grad()
+        y = model(torch.full((1, 3), rank + 1.0))
+        y.register_hook(call)
+        y.sum().backward()
+        assert_equal_on_ranks(grads_of(model))
+        _, mean, state = outer(grads, state, torch.full((2, 3), rank + 1.0))
+        assert_equal_on_ranks(list(mean.values()))
+    assert len(found) == 10
+    for each in found:
+        torch.testing.assert_close(each, plain)
 
 
 @on_ranks(2, seconds=SECONDS)

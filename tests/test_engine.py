@@ -229,13 +229,13 @@ def test_the_order_of_the_first_step_is_the_one_of_later_ones():
     assert model.plan is plan
 
 
-def test_overlapping_steps_send_in_the_order_in_which_they_began():
+def test_models_that_share_a_wire_send_where_their_steps_end_in_the_order_in_which_they_were_wrapped():
     wire = AloneWire()
     first, then = wrapped(allreduce, wire), wrapped(allgather, wire)
     for one, other in ((first, then), (first, then), (then, first)):  # the first backward learns orders
         wire.log.clear()
         (other("abc") + one("abc")).backward()
-    assert wire.log == ["all_gather 0", "vote", "all_reduce 0", "vote"]
+    assert wire.log == ["all_reduce 0", "vote", "all_gather 0", "vote"]
 
 
 # What it computes in

@@ -246,7 +246,7 @@ def test_parameters_that_are_thawed_after_wrapping_are_synchronized_from_the_nex
     model = DistributedDataParallel(module, sync=text)
     data = torch.randn(6, 4, generator=torch.Generator().manual_seed(rank))
     model(data).square().sum().backward()
-    before, steps = model.sync_state, model._engine.begun
+    before, steps = model.sync_state, model._engine.lane.begun
     module[0].requires_grad_()
     if rank == 0:
         with torch.no_grad():
@@ -257,7 +257,7 @@ def test_parameters_that_are_thawed_after_wrapping_are_synchronized_from_the_nex
         grads = grads_of(model)
         assert len(grads) == 6
         assert bits(grads) == bits([gather(grad)[0] for grad in grads])
-        assert model._engine.begun == steps + begun
+        assert model._engine.lane.begun == steps + begun
     if text != "allreduce":
         assert before.residual.keys() < model.sync_state.residual.keys()
     module.append(nn.Linear(4, 4))

@@ -330,6 +330,7 @@ def test_another_process_group_than_when_registered(rank: int) -> None:
     model = DistributedDataParallel(make_model())
     fnddp.register(model, allreduce)
     late = loss_of(model(batch(rank, 0)))
+    dist.barrier()  # both are connected
     dist.destroy_process_group()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     error = r"registered in the process group '.*' of 2 ranks, and now it runs in .* of 1 ranks.*register the pipeline"

@@ -9,7 +9,7 @@ alike. Ways in say only what differs: which gradients no hook has seen, what is 
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Set
+from collections.abc import Callable, Generator, Iterable, Set
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -139,8 +139,6 @@ class Backward:
             if self.failure is not None:
                 raise self.failure
             step = self.step
-            if step is None:
-                raise RuntimeError("the step ended with that of another model, which failed in the same backward")
             late()
             with in_profile("end"):
                 unused = step.agree()
@@ -218,10 +216,7 @@ class _Together:
         return self._ending() is None
 
     def fail(self, error: BaseException) -> None:
-        """Fail all steps because of `error`, on all ranks: those to come, too, for which other ranks wait.
-
-        One that other ranks give up, since it waits for another on its process group, is given up here, too.
-        """
+        """Fail all steps because of `error`, on all ranks: those to come, too, for which other ranks wait."""
         begun, awaited = self.begun, self.awaited
         self.begun, self.awaited = {}, {}
         begin_next(each.engine for each in awaited if each not in begun and each.step is None)
@@ -229,24 +224,12 @@ class _Together:
             each.fail(error)
 
 
-def in_order(backwards: Iterable[Backward]) -> Iterator[Backward]:
-    """Yield `backwards` in the order in which their steps end, which is the same on all ranks.
+def in_order(backwards: Iterable[Backward]) -> list[Backward]:
+    """Return `backwards` in the order in which their steps end, which is the same on all ranks.
 
-    That is the order in which their engines were made, unlike the order in which autograd reaches them. All that share
-    a process group end one after the other: there the step that began first goes first.
+    That is the order in which their engines were made, unlike the order in which autograd reaches them.
     """
-    first_on: dict[Any, int] = {}  # process group -> number of the first engine there
-    firsts: dict[Backward, int] = {}
-    for each in sorted(backwards, key=lambda each: each.engine.number):
-        lines = each.engine.lines
-        firsts[each] = min([each.engine.number, *(first_on[line] for line in lines if line in first_on)])
-        first_on.update(dict.fromkeys(lines, firsts[each]))
-    waiting = sorted(firsts, key=firsts.__getitem__)
-    while waiting:
-        sharing = [each for each in waiting if firsts[each] == firsts[waiting[0]]]
-        backward = next((each for each in sharing if each.step is None or not each.step.is_held), waiting[0])
-        waiting.remove(backward)
-        yield backward
+    return sorted(backwards, key=lambda each: each.engine.number)
 
 
 class _Ending:

@@ -17,6 +17,7 @@ from fnddp.reducers.carriers import all_gather
 from fnddp.reducers.halves import Owners, to_all, with_halves
 from fnddp.run.engine import Engine
 from fnddp.run.hops import codecs_of, mark_states, require_same_parameters
+from fnddp.run.lane import Lane
 from fnddp.torch_private import without_step_hooks
 from fnddp.transforms.memory import ef21
 
@@ -41,6 +42,7 @@ class OwnedOptimizer:
         group: str | None,
         dtype: torch.dtype | None,
         bucket_caps: Sequence[float],
+        lane: Lane,
     ) -> None:
         self.optimizer, self.parameters, self.owners = optimizer, dict(parameters), owners
         self.rank = collectives.rank(group)
@@ -65,6 +67,7 @@ class OwnedOptimizer:
             donation=Donation(),
             learns_order=False,
             groups=[group],
+            lane=lane,
         )
         self.engine.connect()
 

@@ -126,7 +126,9 @@ class OwnerDataParallel(DistributedDataParallel):
         self._norms: dict[float, dict[str, Tensor]] = {}  # those that are not taken yet
         self._has_others: set[OwnedOptimizer] = set()  # of those whose other leaves have got means of this backward
         self._sharded = [
-            OwnedOptimizer(optimizer, parameters, each, weights, self._group, master_dtype, self._bucket_caps)
+            OwnedOptimizer(
+                optimizer, parameters, each, weights, self._group, master_dtype, self._bucket_caps, self._engine.lane
+            )
             for optimizer, parameters, each in zip(optimizers, named, owners, strict=True)
         ]
         of = {name: each for each in self._sharded for name in each.parameters}

@@ -334,7 +334,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
             _require_quorum(self.manager, error)
             self._give_way(error)
             raise
-        self._before = self.sync_state, self._engine.begun
+        self._before = self.sync_state, self._engine.lane.begun
 
     def _give_way(self, error: Exception) -> None:
         """Leave for good: this replica has not the others' state, but would count as one that has."""
@@ -347,7 +347,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         if sum(key.startswith(_KEY) for key in self.manager._user_state_dicts) > 1:
             self._replicas.lose(error)  # in a step of which of its models the others wait is not known
             self._replicas.hang_up()
-        elif self._engine.begun == begun:
+        elif self._engine.lane.begun == begun:
             self._steps.backward.fail_next(error)
         self._steps.backward.fail(error)
         self.manager.should_commit()  # False, which makes another quorum, and notifies this replica's other ranks

@@ -9,7 +9,8 @@ from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves
 from fnddp.outer.contract import Exchanges
 from fnddp.plan.draft import Donation
-from fnddp.run.engine import Engine, Engines, Health
+from fnddp.run.engine import Engine, Engines
+from fnddp.run.lane import Lane
 from fnddp.run.step import Step
 from fnddp.wire.protocol import CollectiveError, Wire
 from fnddp.wire.weights import Weight
@@ -20,6 +21,7 @@ class Overlapped(Exchanges):
 
     An error on one rank, or in its `check` as an exchange begins, ends the exchange on all ranks: that rank raises the
     error, the others `StepFailedError`. Parameters and state are then unchanged, and the next call exchanges again.
+    Exchanges send one after the other, in the order in which they began.
 
     Args:
         weight: Returns the weight of this rank in the exchange of a name, which begins: for `weighted`.
@@ -34,12 +36,12 @@ class Overlapped(Exchanges):
     ) -> None:
         self._wire, self._check, self._other_groups, self._weight = wire, check, other_groups, weight
         self._engines: dict[tuple[str, Sync], Engines] = {}
-        self._healths: dict[Any, Health] = {}
+        self._lanes: dict[Any, Lane] = {}
         self._open: dict[str, _Open] = {}
 
     @property
     def under_way(self) -> tuple[str, ...]:
-        return tuple(name for name, each in self._open.items() if not each.is_given_up)
+        return tuple(self._open)
 
     @property
     def steps(self) -> int:
@@ -61,10 +63,10 @@ class Overlapped(Exchanges):
         return [engines.last for engines in self._engines.values() if engines.last is not None]
 
     def poll(self) -> None:
-        """Advance open exchanges without waiting. Errors are raised where they end."""
-        for each in self._open.values():
-            if each.backward.step is not None:
-                each.attempt(each.step.advance)
+        """Advance the open exchange that began first, without waiting. Errors are raised where it ends."""
+        for each in [*self._open.values()][:1]:
+            each.step.is_early = each.is_early
+            each.attempt(each.step.advance)
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
         """Start an exchange; if it fails, `end` raises the error, as on the other ranks."""
@@ -76,29 +78,36 @@ class Overlapped(Exchanges):
                 learns_order=False,
                 wire=self._wire,
                 other_groups=self._other_groups,
-                healths=self._healths,
+                lanes=self._lanes,
             )
         engine = self._engines[name, sync].of(leaves, state)
         backward = Backward(engine)
         weight = self._weight(name) if sync.takes_weight else None
         step = backward.begin(state=state, weight=weight, sends=False)
-        self._open[name] = opened = _Open(backward, step, leaves)
+        self._open[name] = opened = _Open(backward, step, leaves, step.is_early)
+        step.is_early = False
         opened.attempt(self._check)
         opened.attempt(lambda: step.feed_all(dict(reversed(leaves.items())), keep=True))
+        self.poll()
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
         """Finish the exchange `name`; run a whole exchange if none of that name, or of other leaves, is open."""
-        if name not in self.under_way or self._open[name].leaves is not leaves:
+        if name not in self._open or self._open[name].leaves is not leaves:
             self.begin(name, sync, leaves, state)
+        return self._end(name)
+
+    def _end(self, name: str) -> tuple[Leaves, State]:
+        first = next(iter(self._open))
+        if first != name:
+            self._open[first].send()
         return self._open.pop(name).end()
 
     def discard(self, names: Iterable[str]) -> None:
         """Finish those of the exchanges `names` that are open, on all ranks, and drop their results."""
         for name in names:
-            found = self._open.pop(name, None)
-            if found is not None and not found.is_given_up:
+            if name in self._open:
                 try:
-                    found.end()
+                    self._end(name)
                 except CollectiveError:
                     raise
                 except Exception:  # on all ranks: there is no result to drop
@@ -115,11 +124,7 @@ class _Open:
     backward: Backward
     step: Step
     leaves: Leaves
-
-    @property
-    def is_given_up(self) -> bool:
-        """True if it has ended, on all ranks, with one before it that has failed: it has sent nothing yet."""
-        return not self.step.is_open and not self.step.has_failed
+    is_early: bool  # see `Step`
 
     def attempt(self, run: Callable[[], object]) -> None:
         """Call `run`, and keep its error for the end. An interrupt is raised: the end may be many local steps away."""
@@ -131,6 +136,12 @@ class _Open:
         except BaseException as error:
             self.backward.keep(RuntimeError(f"{type(error).__name__} has interrupted this exchange"))
             raise
+
+    def send(self) -> None:
+        """Send what is left, as all ranks do, before another one that ends first: zeros if it has failed here."""
+        self.attempt(lambda: self.step.advance(block=True))
+        if self.backward.failure is not None:
+            self.step.send_zeros()
 
     def end(self) -> tuple[Leaves, State]:
         done = self.backward.end()

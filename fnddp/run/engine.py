@@ -4,18 +4,15 @@ It owns the pipeline's state, keeps a plan for each phase, and learns the order 
 has the same outcome on all ranks (on an accelerator, one step later): either all have the result, or all raise.
 """
 
-import itertools
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fnddp.core import tree
@@ -23,20 +20,21 @@ from fnddp.core.buckets import BUCKET_CAPS
 from fnddp.core.state import parts, require_like, shared
 from fnddp.core.sync import REMEMBERED, State, Sync, groups_of, require_takes_weight
 from fnddp.core.tree import Leaves, without_wrappers
-from fnddp.device import device_of, one_of, require_carried
+from fnddp.device import one_of
 from fnddp.ir.plan_data import require_backend
 from fnddp.ir.program import LeafSpec, LoweringError
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.plan.plan import Plan
 from fnddp.run.backends import warn
+from fnddp.run.lane import Lane
 from fnddp.run.program import PlanMemory, Program, without_schedule
 from fnddp.run.step import Step, Synchronized, in_profile, require_noticed
 from fnddp.run.vote import Vote
 from fnddp.show.text import count
 from fnddp.show.trace import Observer, Taken, debug_level
-from fnddp.wire.c10d import C10D, C10d, with_dedicated_groups
-from fnddp.wire.groups import World, identity, live_group
+from fnddp.wire.c10d import C10D
+from fnddp.wire.groups import World, identity
 from fnddp.wire.protocol import Elastic, Wire
 from fnddp.wire.weights import Weight
 
@@ -44,47 +42,6 @@ SLOW_SECONDS = 2
 """Seconds after which a lowering is logged, since the step that waits for it seems to hang."""
 
 MAX_PHASES = 8  # plans kept: pipelines have few phases, unless a plan holds for one value of a counter that grows
-
-_numbers = itertools.count()
-
-# Open steps by process group, or by another wire: the only object that engines of unrelated models share.
-_open: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Step]]]" = weakref.WeakKeyDictionary()
-
-# How many engines have connected on each.
-_connected: "weakref.WeakKeyDictionary[Any, itertools.count[int]]" = weakref.WeakKeyDictionary()
-
-
-@dataclass(eq=False)
-class Health:
-    """The failures of steps on the same ranks: one object of all engines there, those of later pipelines included.
-
-    Attributes:
-        broken: The error after which ranks may be desynchronized.
-        refused: The error that has left parameters, on all ranks, as they should not be: no step begins.
-        notices: `Step.notice` of the last steps, on an accelerator.
-        epoch: Epoch of an elastic wire in which this rank was last consistent with the others.
-    """
-
-    broken: BaseException | None = None
-    refused: BaseException | None = None
-    notices: tuple[Callable[[], bool], ...] = ()
-    epoch: int = 0
-
-
-@dataclass(eq=False)
-class Lane:
-    """The place of an engine among others, which the engine that replaces it takes: give it the same lane.
-
-    Attributes:
-        number: Number of the engine, in the order of construction.
-        begun: Number of steps that have begun.
-        places: Places among engines of a process group, in the order in which they connect.
-    """
-
-    health: Health = field(default_factory=Health)
-    number: int = field(default_factory=partial(next, _numbers))
-    begun: int = 0
-    places: dict[str | None, int] = field(default_factory=dict[str | None, int])
 
 
 def delegated(path: str) -> Any:
@@ -112,14 +69,15 @@ class Engine:
         step: The step that is open; None as soon as it has ended.
         steps, failed_steps: Numbers of steps that have succeeded, and failed.
         learns_order: True until the order is learnt in which gradients arrive, if it is to be.
-        number, begun: See `Lane`.
-        broken, refused: See `Health`.
+        number, broken, refused: See `Lane`.
         counters: The ints of the state that was released last, by their places.
+        place: Among engines of one lane whose steps ranks could mix up: see `Flags`.
     """
 
-    number, begun = delegated("lane.number"), delegated("lane.begun")
-    broken, refused = delegated("lane.health.broken"), delegated("lane.health.refused")
+    number = delegated("lane.number")
+    broken, refused = delegated("lane.broken"), delegated("lane.refused")
     counters: Mapping[int, int] = {}
+    place = 0
 
     def __init__(
         self,
@@ -139,6 +97,7 @@ class Engine:
     ) -> None:
         require_backend(backend)
         self.sync, self.leaves, self.wire = sync, dict(leaves), wire
+        self._own_wire = wire  # with the lane's communicators, once it is connected
         self.positions = {path: position for position, path in enumerate(leaves)}
         self.lane = Lane() if lane is None else lane
         self.device = one_of({path: leaf.device for path, leaf in leaves.items()})
@@ -193,7 +152,7 @@ class Engine:
 
     def require_noticed(self) -> None:
         """Raise a CollectiveError if another rank has failed in the last step, on an accelerator."""
-        require_noticed(self.lane.health.notices)
+        require_noticed(self.lane.notices)
 
     def release_state(self) -> State:
         """Return the state and keep no reference to it: the next `begin` must be given one."""
@@ -245,7 +204,7 @@ class Engine:
         if state is not None:
             self._take(state)
         if isinstance(self.wire, Elastic):
-            self.lane.health.epoch = self.wire.epoch
+            self.lane.epoch = self.wire.epoch
         given = Weight.of(weight) if self.sync.takes_weight else None
         try:
             with in_profile("start"):
@@ -263,28 +222,24 @@ class Engine:
         return step
 
     def _begin(self, weight: Weight | None, scale: float) -> Step:
+        self.connect()
         program = self._choose()
-        vote = self._vote_of(program)
-        lines = [_open_on(self.line_of(group)) for group in (() if vote is None else vote.groups)]
-        ahead = dict.fromkeys(step for line in lines for step in (entry() for entry in line) if step is not None)
         self.step = step = Step(
             program,
             self._parts,
             self._ended,
-            vote=vote,
+            vote=self._vote_of(program),
             weight=weight,
             scale=scale,
             learns_order=self.learns_order,
             remembered=self._remembered(),
             gives_later=self._gives_later,
             agrees=self._agrees,
-            ahead=list(ahead),
-            notices=self.lane.health.notices,
+            is_early=not self.lane.shared or self.lane.is_alone,
+            notices=self.lane.notices,
             observer=self._observer,
         )
         self.lane.begun += 1
-        for line in lines:
-            line.append(weakref.ref(step))
         return step
 
     def _remembered(self) -> list[int]:
@@ -300,13 +255,14 @@ class Engine:
 
     def _ended(self, step: Step) -> None:
         self.steps += step.is_done  # first: see `applying`
+        self.lane.ended += 1
         self.step = None if self.step is step else self.step
         self.failed_steps += step.has_failed
         self.broken = step.broken or self.broken
         if step.is_done:
             self._parts, self.learns_order = step.parts, False
-            unseen = [notice for notice in self.lane.health.notices if notice not in step.notices]
-            self.lane.health.notices = (*unseen, *filter(None, [step.notice]))
+            unseen = [notice for notice in self.lane.notices if notice not in step.notices]
+            self.lane.notices = (*unseen, *filter(None, [step.notice]))
         if step.arrival is not None:
             self.learnt = step.arrival
             self.expect(step.arrival)
@@ -335,7 +291,7 @@ class Engine:
             raise RuntimeError(
                 f"no step begins, since parameters are in no good state: {self.refused}"
             ) from self.refused
-        if isinstance(self.wire, Elastic) and (self.wire.epoch != self.lane.health.epoch or self.wire.lost is not None):
+        if isinstance(self.wire, Elastic) and (self.wire.epoch != self.lane.epoch or self.wire.lost is not None):
             self.broken = None  # nothing is sent in the rest of an epoch that has lost a rank: steps end as they should
         if self.broken is not None:
             raise RuntimeError(
@@ -343,42 +299,22 @@ class Engine:
                 "be desynchronized; restart from a checkpoint, with the process group set up again"
             ) from self.broken
 
-    def connect(self, *, by_all: bool = True) -> None:
-        """Connect the process groups that steps use, if that is still to be done. All ranks call it when they set up.
+    def connect(self) -> None:
+        """Make the lane's communicators, if that is still to be done. All ranks call it when they set up.
 
         The first step could be too late: models that share a backward may begin their steps in another order on a rank.
-        `by_all` is False where only this rank may call it, which then has no place among the engines of a group yet.
         """
-        if self._is_connected:
-            return
-        if isinstance(self.wire, C10d) and dist.is_initialized():
-            for group in self.groups:
-                require_carried(self.device, live_group(group))
-        if not device_of(self.device).is_asynchronous:
-            with_dedicated_groups(self.wire, self.groups)
-        if by_all:
-            self._take_places()
-        self._is_connected = True
-
-    def _take_places(self) -> None:
-        places = self.lane.places
-        if not isinstance(self.wire, Elastic):  # a rank that comes back there has set up fewer
-            for group in (group for group in self.groups if group not in places and self.wire.size(group) > 1):
-                places[group] = next(_connected.setdefault(self.line_of(group), itertools.count()))
+        if not self._is_connected:
+            self.lane.connect(self.wire, self.groups, self.device)
+            self._own_wire = self.lane.wire(self.wire, self.groups)
+            for program in self._programs:
+                program.wire = self._own_wire
+            self._is_connected = True
 
     def _vote_of(self, program: Program) -> Vote | None:
         if program.groups is None:
             return None
-        self._take_places()
-        return Vote(self.leaves, program.wire, program.groups, program.device, self.lane.places)
-
-    @property
-    def lines(self) -> list[Any]:
-        return [self.line_of(group) for group in self.groups if self.wire.size(group) > 1]
-
-    def line_of(self, group: str | None) -> Any:
-        """Return the key of what sends the steps of this engine, and of others, over a process group in one order."""
-        return live_group(group) if isinstance(self.wire, C10d) else self.wire
+        return Vote(self.leaves, program.wire, program.groups, program.device, self.place)
 
     def prepare(self, state: State = None) -> Plan | None:
         """Make the plan for `state`, or the present one, now, not in the first step."""
@@ -441,7 +377,7 @@ class Engine:
 
     def _without_plan(self) -> Program:
         plan = without_schedule(self.sync, self.leaves, self._own_state(), self.groups, self._world)
-        return Program(plan, self.wire, self._memory, self.groups if self._knows_groups else None, is_static=False)
+        return Program(plan, self._own_wire, self._memory, self.groups if self._knows_groups else None, is_static=False)
 
     def _lowered(self) -> Program | None:
         begun = perf_counter()
@@ -456,9 +392,8 @@ class Engine:
             self._traces.clear()
         named = {group: group for group in self.groups}  # a trace has plain text, which a later group may have, too
         groups = tuple(dict.fromkeys([*(named.get(group, group) for group in plan.groups), *self.groups]))
-        wire = self.wire if device_of(self.device).is_asynchronous else with_dedicated_groups(self.wire, groups)
         # Autograd returns gradients that share memory.
-        program = Program(plan, wire, self._memory, groups, clones_shared=self._overwrites_early)
+        program = Program(plan, self._own_wire, self._memory, groups, clones_shared=self._overwrites_early)
         self._observer.show(plan)
         if (seconds := perf_counter() - begun) > SLOW_SECONDS:
             warn(
@@ -478,11 +413,7 @@ def _strided(part: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(part.shape, strides, dtype=part.dtype, device=part.device).copy_(part)
 
 
-def _open_on(group: Any) -> list[weakref.ref[Step]]:
-    """Return the steps that are open on a process group, in the order in which they began: a list to add to."""
-    line = _open.setdefault(group, [])
-    line[:] = [entry for entry in line if (step := entry()) is not None and step.is_open]
-    return line
+_functions: dict[tuple[Any, ...], list[Lane]] = {}  # their lanes, by what weakly refers to process groups, or a wire
 
 
 def begin_next(engines: Iterable[Engine]) -> None:
@@ -492,10 +423,27 @@ def begin_next(engines: Iterable[Engine]) -> None:
             engine.begin()
 
 
+def _lane_of_functions(world: tuple[Any, ...]) -> Lane:
+    """Return a lane without an open step, for functions over `world`: calls within calls have others.
+
+    Programs make functions by the thousand, and nothing frees a process group.
+    """
+    for gone in [each for each in _functions if any(ref is not None and ref() is None for ref in each)]:
+        del _functions[gone]
+    lanes = _functions.setdefault(world, [])
+    lane = next((lane for lane in lanes if lane.begun == lane.ended), None)
+    if lane is None:
+        lanes.append(lane := Lane())
+    return lane
+
+
 class Engines:
     """A cache of engines of one pipeline: one for each set of shapes, dtypes and devices, and of process groups.
 
     Memory layouts are not part of the key, since ranks may differ in them. Means have the layout of the first leaves.
+
+    Args:
+        lanes: That of each of several caches, by process groups; without it they have those of functions.
     """
 
     def __init__(
@@ -507,7 +455,7 @@ class Engines:
         wire: Wire = C10D,
         backend: str | None = None,
         other_groups: Collection[str | None] = (),
-        healths: dict[Any, Health] | None = None,
+        lanes: dict[Any, Lane] | None = None,
     ) -> None:
         self.last: Engine | None = None
         self._sync, self._wire = sync, wire
@@ -515,8 +463,7 @@ class Engines:
         options: Any = {"donation": donation, "learns_order": learns_order, "wire": wire, "backend": backend}
         options["other_groups"] = other_groups
         self._make = partial(Engine, sync, **options)
-        # By process groups: later ones may have the same names. Given, that of several caches.
-        self._healths: dict[Any, Health] = {} if healths is None else healths
+        self._lanes = lanes  # later groups may have the names of these
         self._engines: dict[Any, Engine] = {}
         self._calls: dict[Any, object] = {}
 
@@ -551,18 +498,30 @@ class Engines:
         parts, structure = tree.flatten_any(state)
         likes = tuple((path, leaf.shape, leaf.dtype, leaf.device) for path, leaf in leaves.items())
         kinds = tuple((part.shape, part.dtype) if isinstance(part, Tensor) else int for part in parts)
-        world = [identity(group) for group in self._groups] if self._wire is C10D else []
+        world = map(identity, self._groups) if self._wire is C10D else [weakref.ref(self._wire)]
         return likes, structure, kinds, tuple(world)
 
+    def _lane(self, world: tuple[Any, ...]) -> Lane:
+        if self._lanes is None:
+            return _lane_of_functions(world)
+        if world not in self._lanes:
+            self._lanes[world] = Lane()
+        return self._lanes[world]
+
     def _of(self, key: Any, leaves: Leaves, state: State) -> Engine:
-        engine = self._engines.pop(key, None)
+        lane = self._lane(key[-1])
+        engine = self._engines.pop((key, lane), None)
         if engine is None:
             # empty_like gives a layout in which no two elements share memory: later gradients are copied into it.
             specs = {path: LeafSpec.of(torch.empty_like(leaf)) for path, leaf in leaves.items()}
-            engine = self._make(specs, lane=Lane(self._healths.setdefault(key[-1], Health())))
+            engine = self._make(specs, lane=lane)
             self._require_fitting(engine, key, leaves, state)
             engine.connect()
-        self._engines = dict([*self._engines.items(), (key, engine)][-MAX_PHASES:])
+            if self._lanes is None and not isinstance(
+                self._wire, Elastic
+            ):  # a rank that comes back there has made fewer
+                engine.place = next(lane.places)
+        self._engines = dict([*self._engines.items(), ((key, lane), engine)][-MAX_PHASES:])
         self.last = engine
         return engine
 
@@ -581,9 +540,9 @@ class Engines:
         except Exception as error:
             given = {part.path: part.value for part in parts(state) if isinstance(part.value, int)}
             like = [given.get(p.path, p.value) if isinstance(p.value, int) else p.value for p in parts(initial)]
-            if initial_key in self._engines:
-                for i, counter in self._engines[initial_key].counters.items():  # those of the other ranks
+            if (initial_key, engine.lane) in self._engines:
+                for i, counter in self._engines[initial_key, engine.lane].counters.items():  # those of the other ranks
                     like[i] = counter
             fitting = tree.replace_leaves(initial, like)
-            self.of(leaves, fitting).fail_next_from(fitting, error)
+            self._of(self._key(leaves, fitting), leaves, fitting).fail_next_from(fitting, error)
             raise

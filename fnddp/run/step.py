@@ -1,6 +1,5 @@
 """One step of an engine: it takes gradients, runs the plan, and ends alike on all ranks."""
 
-import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -72,8 +71,6 @@ class Step:
     ranks, whatever the timing, and nothing blocks inside backward. On an accelerator everything is issued on a side
     stream, waits are stream waits, and the host does not block.
 
-    While earlier steps of other engines are open on its process groups, this one issues nothing before `agree`.
-
     Args:
         parts: The parts of the pipeline's state.
         ended: Callback, called with the step after its end.
@@ -84,12 +81,13 @@ class Step:
         remembered: The parts that stay as they were if something that is not finite arrives on some rank.
         gives_later: Whether means may contain gradients of earlier steps.
         agrees: Whether all ranks get the same means, so that none has to ask others what comes late.
-        ahead: Open steps on the same process groups, which go first.
+        is_early: See the attribute.
         notices: Those of earlier steps on an accelerator, of this and other engines: see `notice`.
         observer: Names the pieces of the step in profiles, and measures them if that is on.
 
     Attributes:
         is_open: True until it has ended.
+        is_early: True to issue what is ready; False to issue everything in `agree`.
         is_done, has_failed: The outcome; both are False after the step was given up, which happens on all ranks.
         parts: The parts of the next state, once the step is done.
         arrival: The order in which gradients have arrived on the first rank, if it is learnt.
@@ -113,16 +111,14 @@ class Step:
         remembered: Sequence[int] = (),
         gives_later: bool = False,
         agrees: bool = True,
-        ahead: Sequence["Step"] = (),
+        is_early: bool = True,
         notices: Iterable[Callable[[], bool]] = (),
         observer: Observer,
     ) -> None:
         self._program, self._vote, self._ended, self.parts = program, vote, ended, parts
         self._observer = observer if observer.measures or is_profiling() else None
         self.is_open, self.is_done, self.has_failed, self._has_voted = True, False, False, False
-        self._is_ending = False  # on all ranks, before those ahead
         self.broken: BaseException | None = None
-        self._failure: BaseException | None = None  # of this rank, while a later step ended: raised in this one
         self.notices = notices
         self.found_nonfinite: Tensor | bool = False
         self.notice: Callable[[], bool] | None = None
@@ -138,10 +134,7 @@ class Step:
         self._start()
         # Where pieces are measured, copies count as the computation of their segment.
         self._copies_at_once = self._scale == 1 and self._observer is None
-        self._ahead = [weakref.ref(step) for step in ahead]
-        self._behind: list[weakref.ref[Step]] = []
-        for step in ahead:
-            step._behind.append(weakref.ref(self))
+        self.is_early = is_early
 
     def _start(self) -> None:
         program = self._program
@@ -169,11 +162,6 @@ class Step:
     @property
     def has_sent(self) -> bool:
         return any(bound.segment.launches is not None for bound in self._program.segments[: self._next])
-
-    @property
-    def is_held(self) -> bool:
-        """True while an earlier step of another engine is open on one of its process groups."""
-        return bool(self._open_ahead())
 
     @property
     def is_polled(self) -> bool:
@@ -259,25 +247,8 @@ class Step:
 
     def advance(self, *, block: bool = False) -> None:
         """Run segments that are ready; with `block`, wait for collectives, and stop only at a missing gradient."""
-        self._require_unfailed()
-        if self.is_open and not self.is_held:
+        if self.is_open and self.is_early:
             self._go_on(block)
-
-    def _go_ahead(self) -> None:
-        """Advance as far as gradients allow, as other ranks do, where a later step ends; keep an error for this one."""
-        try:
-            self.advance(block=True)
-        except CollectiveError:
-            raise
-        except Exception as error:
-            if not self.is_open:  # on all ranks
-                raise
-            self._failure = error
-            self._send_zeros(only_ready=True)
-
-    def _require_unfailed(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     def _go_on(self, block: bool) -> None:
         segments = self._program.segments
@@ -308,10 +279,6 @@ class Step:
                 desynchronized.
         """
         require_noticed(self.notices)
-        self._require_unfailed()
-        for step in self._open_ahead():
-            step._go_ahead()
-        self._is_ending = True  # an error from here on is that of this step alone
         if self._weight is not None:
             require_valid(self._weight)
         absent = self._issue_all()
@@ -403,11 +370,9 @@ class Step:
         """End the step without notifying other ranks, each of which ends it by itself; nothing was written over.
 
         Args:
-            failed: Count it as failed, and end the steps that wait for it.
+            failed: Count it as failed.
         """
         self.has_failed = failed
-        if failed:
-            self._give_up_behind()
         self._wait_for_side_stream()
         self._close()
 
@@ -420,15 +385,10 @@ class Step:
         """
         if not self.is_open:
             return
-        for step in () if self._is_ending else self._open_ahead():  # in the order in which other ranks end theirs
-            step.fail(error)
-        if not self.is_open:  # a failed step has given up this one
-            return
         self.is_open, self.has_failed = False, True
         try:
             self._notify(error)
         finally:
-            self._give_up_behind()  # other ranks have been told how many steps end with this one
             self._close()
 
     def _notify(self, error: BaseException) -> None:
@@ -441,7 +401,7 @@ class Step:
         if not is_known and ([] in self._works.values() or self._vote.is_starting):
             return  # an interrupt came while a message was started, which other ranks may have or not
         try:
-            self._send_zeros()
+            self.send_zeros()
             with self._on_side_stream():
                 self._vote.cast(frozenset(), failed=True)
             self._wait_all()
@@ -483,16 +443,10 @@ class Step:
             for index in list(self._works):
                 self._wait(index)
 
-    def _send_zeros(self, *, only_ready: bool = False) -> None:
-        """Send zeros in each collective that this rank has not issued yet, so that no other rank waits for it.
-
-        Args:
-            only_ready: Stop at the first segment that lacks a gradient.
-        """
+    def send_zeros(self) -> None:
+        """Send zeros in each collective that this rank has not issued yet, so that no other rank waits for it."""
         with torch.no_grad(), self._on_side_stream():
             for bound in self._program.segments[self._next :]:
-                if only_ready and not self._is_ready(bound.segment, block=True):
-                    return
                 launches = bound.segment.launches
                 if launches is not None and self._works.get(launches.index):  # an interrupt came behind it
                     self._wait(launches.index)
@@ -504,20 +458,8 @@ class Step:
     def _close(self) -> None:
         self._ended(self)  # while it is open: an interrupt before its end fails it
         self.is_open = self._copies_at_once = False
-        self._failure = None
         self._values, self._slots, self._buffers, self._pending, self._to_copy = [], [], [], [], []
         self._works, self.parts = {}, []
-
-    def _give_up_behind(self) -> None:
-        for step in self._open_behind():
-            step.give_up()
-        self._behind = []
-
-    def _open_ahead(self) -> "list[Step]":
-        return [step for step in (entry() for entry in self._ahead) if step is not None and step.is_open]
-
-    def _open_behind(self) -> "list[Step]":
-        return [step for step in (entry() for entry in self._behind) if step is not None and step.is_open]
 
     # Running
 

@@ -1,7 +1,7 @@
 """The vote by which a step has the same outcome on all ranks: each rank sends `Flags`, after the last collective."""
 
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,24 +31,29 @@ class StepFailedError(RuntimeError):
 
 
 class Flags(NamedTuple):
-    """What a rank says at the end of a step, 0 or 1 but for `place`, followed by a flag for each leaf that it has used.
+    """What a rank says at the end of a step, or the highest of all ranks; followed by a flag for each leaf it has used.
 
     Attributes:
         failed: It has failed.
-        is_of_others: Ranks have ended steps of different engines; found when all have voted.
         nonfinite: It has received something that is not finite.
         counts: Its weight is above 0, or the pipeline takes none.
-        place: The number of its engine.
+        place, other: The place of its engine, and 255 less it: functions share messages, which may have one size, and
+            a rank that calls them in another order would take one's for the other's.
     """
 
     failed: Any
-    is_of_others: Any
     nonfinite: Any
     counts: Any
     place: Any
+    other: Any
+
+    @property
+    def is_mixed(self) -> bool:
+        """True of the highest if ranks have ended steps of different engines."""
+        return self.place + self.other != 255
 
 
-_OTHERS, _NONFINITE, _PLACE = map(Flags._fields.index, ("is_of_others", "nonfinite", "place"))
+_NONFINITE = Flags._fields.index("nonfinite")
 
 
 class Vote:
@@ -56,9 +61,6 @@ class Vote:
 
     Call `cast` after the last collective, and then `outcome`, or `explain` on a rank that reported a failure. Groups
     that have other ranks, `groups`, vote one after the other.
-
-    `places` has the number of the engine on a group, the same on all ranks of it, where that is known: messages of two
-    models may have one size, and ranks that come to them in another order would take one's for the other's.
     """
 
     def __init__(
@@ -67,9 +69,9 @@ class Vote:
         wire: Wire,
         groups: Sequence[str | None],
         device: Device,
-        places: Mapping[str | None, int] | None = None,
+        place: int = 0,
     ) -> None:
-        self._leaves, self._wire, self._device, self._places = leaves, wire, device, places or {}
+        self._leaves, self._wire, self._device, self._place = leaves, wire, device, place % 256
         self.groups = [group for group in groups if wire.size(group) > 1]
         self._absent: frozenset[str] = frozenset()
         self._flags: Tensor | None = None  # flags of all ranks, [ranks, flags]
@@ -109,7 +111,7 @@ class Vote:
         self._is_nonfinite, self._counts, self._cast = nonfinite, counts, []
         if self.groups:
             known = nonfinite if isinstance(nonfinite, bool) else False
-            flags = Flags(failed, False, known, counts, self._place_in(self.groups[0]))
+            flags = Flags(failed, known, counts, self._place, 255 - self._place)
             with _named_failures():
                 sent = self._device.of_host([*flags, *(path not in absent for path in self._leaves)], torch.uint8)
                 if isinstance(nonfinite, Tensor):
@@ -128,7 +130,7 @@ class Vote:
         Raises:
             StepFailedError: Another rank has failed, and all ranks raise. Not on an accelerator.
             CollectiveError: Another rank has died, left or hangs; on an accelerator also: failed.
-            RankMismatchError: On all ranks: they end steps of different engines. Not on an accelerator.
+            RankMismatchError: On all ranks: they end steps of different functions. Not on an accelerator.
             ValueError: On all ranks: all weights are 0. Not on an accelerator.
         """
         absent = self._absent
@@ -138,16 +140,16 @@ class Vote:
             return frozenset() if self.groups else absent
         flags, used = self._complete()
         self._is_nonfinite = bool(flags.nonfinite)
-        if (flags.failed or flags.is_of_others) and self._device.is_asynchronous:
+        if (flags.failed or flags.is_mixed) and self._device.is_asynchronous:
             raise CollectiveError("another rank has failed in this step; see its own error")
         if flags.failed:
             raise StepFailedError(self._explanation(None))
-        if flags.is_of_others:
+        if flags.is_mixed:
             raise RankMismatchError(
-                f"ranks have ended steps of different models at once: that of this rank is number "
-                f"{self._place_in(self.groups[0])} of those that synchronize on their process group, in the order in "
-                "which they were set up. State and parameters are unchanged on all ranks, and gradients are not "
-                "synchronized; run models in one order on all ranks, or give each a process group of its own"
+                f"ranks have ended steps of different functions at once: that of this rank is number {self._place} of "
+                "those that synchronize on these process groups, in the order of their first calls. State and "
+                "parameters are unchanged on all ranks; call them in one order on all ranks, or give each a process "
+                "group of its own"
             )
         if not flags.counts and self._device.is_asynchronous:
             raise CollectiveError("all ranks gave the weight 0 in this step, and those that do not wait have taken it")
@@ -175,7 +177,7 @@ class Vote:
 
         def has_failed() -> bool:
             flags = Flags(*numbers())
-            return bool(flags.failed or flags.is_of_others or not flags.counts)
+            return bool(flags.failed or flags.is_mixed or not flags.counts)
 
         return has_failed
 
@@ -217,21 +219,13 @@ class Vote:
             self._work = None
         return self._flags
 
-    def _place_in(self, group: str | None) -> int:
-        return self._places.get(group, 0) % 256
-
     def _highest(self) -> Tensor:
         """Return the maximum of each flag over the ranks that have voted."""
-        flags = self._gathered()
-        highest = flags.amax(0)
-        highest[_OTHERS] |= flags[:, _PLACE].amin() != highest[_PLACE]
-        return highest
+        return self._gathered().amax(0)
 
     def _pass_on_to(self, group: str | None) -> None:
         """Vote in the next group, for all ranks that have voted."""
-        flags = self._highest()
-        flags.select(0, _PLACE).fill_(self._place_in(group))  # for an assignment of a number CUDA's host would wait
-        self._start([], flags, group)
+        self._start([], self._highest(), group)
 
     def _complete(self) -> tuple[Flags, list[int]]:
         """Return the maximum of each flag over all ranks, and which leaves some rank has used."""

@@ -4,7 +4,7 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -25,6 +25,8 @@ from fnddp.wire.protocol import CollectiveError, Wire, reporting
 _TAGS = 0x666E0000  # away from the tags of a user's own messages
 _MOST = 2**16  # tags in use
 LARGE = 2**18  # bytes of a result on the CPU; below, messages cost more than they save
+
+_CPU = torch.device("cpu")
 
 _lock = threading.Lock()  # guards the dicts below, whose keys are groups
 
@@ -293,27 +295,34 @@ def over(wire: Wire, sync: Callable[..., Any]) -> Callable[..., Any]:
 _dedicated: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Future[str]]]" = weakref.WeakKeyDictionary()
 
 
-def with_dedicated_groups(wire: Wire, groups: Iterable[str | None]) -> Wire:
-    """Return a wire whose collectives cannot meet any others on `groups`: a user's own, within backward.
+def can_connect_again(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether `dedicated_to` can make another group of the same ranks for tensors on `device`."""
+    return (device_of(device).is_asynchronous and not is_torchcomms(group)) or is_gloo_on_cpu(group)
 
-    On gloo, messages meet in the order in which they are sent, and the moment at which a plan sends is a matter of
-    timing. So each gloo group gets a second one over the same ranks, once: in a few milliseconds, with one more
-    connection between each two ranks. Another wire than torch.distributed is returned as it is.
+
+def not_connected(group: dist.ProcessGroup, use: str, error: BaseException) -> CollectiveError:
+    return CollectiveError(
+        f"the ranks of process group {group.group_name!r} could not be connected for {use}: "
+        f"{str(error) or type(error).__name__}. All of its ranks must do so, for pipelines in the same order; another "
+        "rank has failed, left, or not come to this point; see its own error"
+    )
+
+
+def dedicated_to(
+    group: dist.ProcessGroup, use: str, timeout: timedelta | None = None, device: torch.device = _CPU
+) -> str:
+    """Return the name of a group over the ranks of `group` for one use, which the first call of each rank makes.
+
+    Messages of gloo meet in the order in which they are sent, and the moment at which a plan sends is a matter of
+    timing: only what a program sends in one order may share a group. It takes a few milliseconds, and one more
+    connection between each two ranks.
+
+    Args:
+        timeout: That of the group; None for that of `group`.
+        device: Of the tensors that it moves: by gloo for the CPU.
 
     Raises:
-        CollectiveError: Another rank of a group did not make this call within the timeout of that group, now or before.
-    """
-    if type(wire) is not C10d:
-        return wire
-    named = [(group, live_group(group)) for group in groups if dist.is_initialized()]
-    own = {group: dedicated_to(live, "fnddp") for group, live in named if is_gloo_on_cpu(live)}
-    return C10d(own) if own else wire
-
-
-def dedicated_to(group: dist.ProcessGroup, use: str, timeout: timedelta | None = None) -> str:
-    """Return the name of a gloo group over the ranks of `group` for one use, which the first call of each rank makes.
-
-    Raises as `with_dedicated_groups` does.
+        CollectiveError: Another rank of the group did not make this call within its timeout, now or before.
     """
     with _lock:
         uses = _dedicated.setdefault(group, {})
@@ -321,17 +330,10 @@ def dedicated_to(group: dist.ProcessGroup, use: str, timeout: timedelta | None =
         made = uses.setdefault(use, Future())
     if is_first:  # without the lock: threads may connect several groups, in another order on each rank
         try:
-            connected = connect_again(group, f"{group.group_name}/{use}", timeout)
+            connected = connect_again(group, f"{group.group_name}/{use}", timeout, device)
             made.set_result(GroupName(connected.group_name, connected))
         except BaseException as error:
-            reason = str(error) or type(error).__name__
-            made.set_exception(
-                CollectiveError(
-                    f"the ranks of process group {group.group_name!r} could not be connected for {use}: {reason}. All "
-                    "of its ranks must do so, for pipelines in the same order; another rank has failed, left, or not "
-                    "come to this point; see its own error"
-                )
-            )
+            made.set_exception(not_connected(group, use, error))
             if not isinstance(error, RuntimeError):  # such as a KeyboardInterrupt, which is this call's alone
                 raise
     return made.result()

@@ -355,7 +355,7 @@ class DistributedDataParallel(TorchNames):
                 torch_private.take_over_optimizers_in_backward(theirs)
         if self._synchronizes:
             self._steps.require_same_world()
-            self._engine.connect(by_all=False)  # of a module that was unpickled, or has another pipeline since
+            self._engine.connect()  # of a module that was unpickled, or has another pipeline since
             self._log.forward_starts()
         with device_of(self.device).selected():
             Join.notify_join_context(self)

@@ -1,0 +1,115 @@
+"""The lane of a wrapped model: what stays when its pipeline or its parameters are replaced."""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fnddp.device import device_of, require_carried
+from fnddp.wire import control
+from fnddp.wire.c10d import C10d, can_connect_again, dedicated_to, not_connected
+from fnddp.wire.groups import live_group
+from fnddp.wire.protocol import Wire
+
+MOST = 256  # lanes on a process group
+
+_numbers = itertools.count()
+
+# Numbers of the lanes of each process group, and the lanes that send over one, or over another wire, themselves.
+_taken: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]]" = weakref.WeakKeyDictionary()
+_sharing: "weakref.WeakKeyDictionary[Any, weakref.WeakSet[Lane]]" = weakref.WeakKeyDictionary()
+
+
+class Lane:
+    """A communicator of its own in each process group, so that steps of two lanes can be open at once.
+
+    A gloo group on CPUs is connected again for each lane, so that messages do not meet the user's own either. On an
+    accelerator the first lane takes the group itself, and others a copy of it. Where neither is possible, on a wire
+    other than torch.distributed or with torchcomms, lanes share it.
+
+    Attributes:
+        number: In the order of construction, in which steps that share a backward end.
+        begun, ended: Numbers of steps.
+        places: Counts engines whose steps ranks could mix up: see `Flags`.
+        broken: The error after which ranks may be desynchronized.
+        refused: The error that has left parameters, on all ranks, as they should not be: no step begins.
+        notices: `Step.notice` of the last steps, on an accelerator.
+        epoch: Epoch of an elastic wire in which this rank was last consistent with the others.
+        shared: For each communicator that is not its own, the lanes that use it.
+    """
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.begun = self.ended = self.epoch = 0
+        self.places = itertools.count()
+        self.broken: BaseException | None = None
+        self.refused: BaseException | None = None
+        self.notices: tuple[Callable[[], bool], ...] = ()
+        # Names of communicators by process group; None for the group itself.
+        self._own: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None] = weakref.WeakKeyDictionary()
+        self.shared: list[weakref.WeakSet[Lane]] = []
+        self._free: list[Callable[[], object]] = []
+
+    def connect(self, wire: Wire, groups: Iterable[str | None], device: torch.device) -> None:
+        """Make the communicators that it does not have yet. All ranks of each group call it, for lanes in one order.
+
+        Raises:
+            CollectiveError: Another rank did not make this call within the timeout of its group.
+            RuntimeError: There are too many lanes on a group.
+        """
+        if type(wire) is not C10d:
+            self._share(wire)
+            return
+        for group in groups if dist.is_initialized() else ():
+            live = live_group(group)
+            if live not in self._own:
+                require_carried(device, live)
+                self._own[live] = self._connected(group, live, device) if live.size() > 1 else None
+
+    def _connected(self, group: str | None, live: dist.ProcessGroup, device: torch.device) -> str | None:
+        taken = _taken.setdefault(live, set())
+        try:
+            highest = control.highest_of([number in taken for number in range(MOST)], group)  # 1 if taken on some rank
+        except RuntimeError as error:
+            raise not_connected(live, "fnddp", error) from error
+        if all(highest):
+            raise RuntimeError(
+                f"process group {live.group_name!r} has {MOST} wrapped models already, each with a communicator of its "
+                "own; drop references to those that are not used, or make another group"
+            )
+        number = highest.index(0)
+        taken.add(number)
+        self._free.append(partial(taken.discard, number))
+        is_first = number == 0 and device_of(device).is_asynchronous
+        if is_first or not can_connect_again(live, device):
+            self._share(live)
+            return None
+        return dedicated_to(live, f"fnddp {number}", device=device)
+
+    def _share(self, medium: Any) -> None:
+        lanes = _sharing.setdefault(medium, weakref.WeakSet())
+        if self not in lanes:
+            lanes.add(self)
+            self.shared.append(lanes)
+
+    @property
+    def is_alone(self) -> bool:
+        """True if no other lane uses its communicators, so that its steps may send before they end."""
+        return all(len(lanes) == 1 for lanes in self.shared)
+
+    def wire(self, wire: Wire, groups: Iterable[str | None]) -> Wire:
+        """Return `wire`, with this lane's communicators in place of `groups`."""
+        if type(wire) is not C10d:
+            return wire
+        named = {group: self._own.get(live_group(group)) for group in groups} if dist.is_initialized() else {}
+        own = {group: name for group, name in named.items() if name is not None}
+        return C10d(own) if own else wire
+
+    def __del__(self) -> None:
+        if self.begun == self.ended and self.broken is None:  # otherwise messages may still be under way
+            for free in self._free:
+                free()
