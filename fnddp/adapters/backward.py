@@ -56,7 +56,7 @@ class Backward:
     ) -> None:
         self.engine, self._undo, self._named = engine, undo, named
         self.failure: BaseException | None = None
-        self._together: _Together | None = None  # the steps of the autograd backward that has this one, or will
+        self._shared: _SharedBackward | None = None  # the steps of the autograd backward that has this one, or will
 
     @property
     def step(self) -> Any:
@@ -79,13 +79,13 @@ class Backward:
             if ending is None:
                 ending = _endings[task] = _Ending(task)
                 torch_private.at_end_of_backward(ending)
-            if self._together is not None:  # of another backward, which has raised before it came here
-                self._together.awaited.pop(self, None)
+            if self._shared is not None:  # of another backward, which has raised before it came here
+                self._shared.awaited.pop(self, None)
             ending.ends[self] = end
-            ending.together.begun[self] = None
+            ending.shared.begun[self] = None
             for each in (self, *reaches):
-                each._together = ending.together
-                ending.together.awaited[each] = None
+                each._shared = ending.shared
+                ending.shared.awaited[each] = None
 
     def is_running(self) -> bool:
         """Return True if a step is open; fail it if its backward has raised, which autograd does not report."""
@@ -99,10 +99,10 @@ class Backward:
         return self._broken_off is not None
 
     @property
-    def _broken_off(self) -> "_Together | None":
+    def _broken_off(self) -> "_SharedBackward | None":
         """The steps of that backward, if it has raised."""
-        together = self._together
-        return together if together is not None and together.has_raised else None
+        shared = self._shared
+        return shared if shared is not None and shared.has_raised else None
 
     def attempt(self, run: Callable[[], object]) -> None:
         """Call `run`, a part of the step, unless one has failed; keep its error for `end`.
@@ -134,7 +134,7 @@ class Backward:
             CollectiveError: A collective has failed.
             Exception: The error that was kept, or that of `late` or `check`.
         """
-        self._together = None
+        self._shared = None
         try:
             if self.failure is not None:
                 raise self.failure
@@ -163,7 +163,7 @@ class Backward:
 
         On an elastic wire no rank applies the step, even if it has ended on this one.
         """
-        error, self.failure, self._together = self.failure or error, None, None
+        error, self.failure, self._shared = self.failure or error, None, None
         self.engine.fail(error)
         if isinstance(self.engine.wire, Elastic):
             self.engine.wire.report(error)
@@ -171,8 +171,8 @@ class Backward:
 
     def fail_all(self, error: BaseException) -> None:
         """Fail all steps of the backward that autograd runs, or ran until it raised, also those to come."""
-        if self._together is not None:
-            self._together.fail(error)
+        if self._shared is not None:
+            self._shared.fail(error)
         if self.step is not None:
             self.fail(error)
 
@@ -189,7 +189,7 @@ class Backward:
         """Fail a step whose backward did not finish, as the next forward shows."""
         if self.step is not None or self.has_raised:
             self.fail_all(_unfinished())
-        self._together = self.failure = None
+        self._shared = self.failure = None
 
 
 def _unfinished() -> RuntimeError:
@@ -198,7 +198,7 @@ def _unfinished() -> RuntimeError:
     return RuntimeError(UNFINISHED if cause is None else f"{UNFINISHED}: {type(cause).__name__}: {cause}")
 
 
-class _Together:
+class _SharedBackward:
     """The steps of one backward of autograd, on several engines. It outlives that backward if it raises.
 
     Attributes:
@@ -240,14 +240,14 @@ class _Ending:
 
     def __init__(self, task: int) -> None:
         self._task = task
-        self.together = _Together(self)
+        self.shared = _SharedBackward(self)
         self.ends: dict[Backward, Callable[[], None]] = {}
 
     @torch_private.skipped_by_dynamo
     def __call__(self) -> None:
         with _lock:
             _endings.pop(self._task, None)  # what runs now may begin another one
-        self.together.begun, self.together.awaited = {}, {}
+        self.shared.begun, self.shared.awaited = {}, {}
         failure: BaseException | None = None
         for backward in in_order(self.ends) if len(self.ends) > 1 else self.ends:
             try:

@@ -27,10 +27,10 @@ class OwnedOptimizer:
 
     Attributes:
         own: What this rank owns, by name: a parameter that shares memory with the model's, or one of its own.
-        is_apart: True if the weights of the owner have memory of their own.
+        has_own_memory: True if the weights of the owner have memory of their own.
         others: One element in the place of each leaf of other ranks. The first one's gradient is zero, or NaN: a loss
             scaler reads there that gradients were finite, on a rank whose own leaves have none. No step sees it.
-        stand_ins: What stands in `.grad` of the model's parameters that have a gradient at their owners.
+        placeholders: What stands in `.grad` of the model's parameters that have a gradient at their owners.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class OwnedOptimizer:
         self.sends_differences = isinstance(weights, ef21)
         codecs = codecs_of(weights)
         self._is_exact = isinstance(codecs, all_gather)  # nothing is lost on the way
-        self.is_apart = not (self._is_exact and dtype in (None, *{p.dtype for p in self.parameters.values()}))
+        self.has_own_memory = not (self._is_exact and dtype in (None, *{p.dtype for p in self.parameters.values()}))
         self.own: dict[str, nn.Parameter] = {}
         self.others: dict[str, nn.Parameter] = {}
-        self.stand_ins: dict[str, OwnedGradient] = {}
-        self.cleared: set[str] = set()  # leaves of other ranks whose gradients have been set to zero
+        self.placeholders: dict[str, OwnedGradient] = {}
+        self.zeroed: set[str] = set()  # leaves of other ranks whose gradients have been set to zero
         self._seen: Leaves = {}  # what the model had of them after the last step, where owners have more
         self._take(dtype)
         sync = with_halves(codecs, to_all(owners=owners)).over(group, unnamed_only=True)
@@ -83,9 +83,9 @@ class OwnedOptimizer:
         for name, p in self.parameters.items():
             rows = self._rows(name)
             if rows.numel():
-                memory = rows.to(self._dtypes[name], copy=True) if self.is_apart else rows
+                memory = rows.to(self._dtypes[name], copy=True) if self.has_own_memory else rows
                 self.own[name] = nn.Parameter(memory)
-                if self.is_apart:
+                if self.has_own_memory:
                     self._seen[name] = rows.clone()
             state = optimizer.state.pop(p, None)
             if state and name in self.own:
@@ -147,40 +147,40 @@ class OwnedOptimizer:
     def follow(self, *, everything: bool = False) -> None:
         """Take over what has been written to the model's parameters since the last step, or `everything` there."""
         for name, own in self.own.items():
-            if not self.is_apart and own.data_ptr() != (rows := self._rows(name)).data_ptr():
+            if not self.has_own_memory and own.data_ptr() != (rows := self._rows(name)).data_ptr():
                 own.data = rows  # .data of the model's is another tensor now
         for name in self._seen if everything else self.written():
             for each in (self.own[name].detach(), self._seen[name]):
                 each.copy_(self._rows(name))
 
     def follow_cleared(self) -> None:
-        """Clear the gradients whose stand-ins are gone, as by `zero_grad` of the module."""
-        cleared = [name for name, each in self.stand_ins.items() if self.parameters[name].grad is not each]
-        for name in cleared:
-            del self.stand_ins[name]
+        """Clear the gradients whose placeholders are gone, as by `zero_grad` of the module."""
+        zeroed = [name for name, each in self.placeholders.items() if self.parameters[name].grad is not each]
+        for name in zeroed:
+            del self.placeholders[name]
             if name in self.own:
                 self.own[name].grad = None
-        if cleared and not self.others.keys() & self.stand_ins.keys():
+        if zeroed and not self.others.keys() & self.placeholders.keys():
             for p in self.others.values():
                 p.grad = None
 
     def clear(self, name: str) -> None:
         """Note that the gradient of a leaf of other ranks is zero now. Once all are, what stands for them is."""
-        self.cleared.add(name)
-        if self.others.keys() & self.stand_ins.keys() <= self.cleared:
+        self.zeroed.add(name)
+        if self.others.keys() & self.placeholders.keys() <= self.zeroed:
             for p in self.others.values():
                 if p.grad is not None:
                     p.grad.zero_()
 
-    def make_way(self) -> None:
-        """Take stand-ins out of the model's parameters: a backward accumulates there."""
+    def remove_placeholders(self) -> None:
+        """Take placeholders out of the model's parameters: a backward accumulates there."""
         self.follow_cleared()
-        for name, each in self.stand_ins.items():
+        for name, each in self.placeholders.items():
             self.parameters[name].grad, each.added = each.added, None
 
-    def stand_in_again(self) -> None:
-        """Put back what `make_way` has taken out, with what was not synchronized."""
-        for name, each in self.stand_ins.items():
+    def restore_placeholders(self) -> None:
+        """Put back what `remove_placeholders` has taken out, with what was not synchronized."""
+        for name, each in self.placeholders.items():
             p = self.parameters[name]
             if p.grad is not each:
                 p.grad, each.added = each, p.grad
@@ -210,7 +210,7 @@ class OwnedOptimizer:
             p = self.parameters[name]
             if self.sends_differences:
                 p.add_(value)
-            elif self.is_apart or self.owners.owner(name) != self.rank:
+            elif self.has_own_memory or self.owners.owner(name) != self.rank:
                 p.copy_(value)
         for name, seen in self._seen.items():
             seen.copy_(self._rows(name))

@@ -59,11 +59,11 @@ class _OwnerSteps(Steps):
     """Steps whose means are this rank's own leaves alone."""
 
     owners: "OwnerDataParallel"
-    needs_earlier_gradients = True  # a stand-in must be gone before a gradient is added to it
+    needs_earlier_gradients = True  # a placeholder must be gone before a gradient is added to it
 
     def _start(self, accumulated: str = "") -> Any:
         if self._open() is None:
-            self.owners.make_way()
+            self.owners.remove_placeholders()
         taken = super()._start(accumulated)
         if taken.keeps_graph:
             self._stop(
@@ -74,11 +74,11 @@ class _OwnerSteps(Steps):
 
     def _finish(self) -> None:
         super()._finish()
-        self.owners.stand_in_again()  # where this backward had no gradient
+        self.owners.restore_placeholders()  # where this backward had no gradient
 
     def _undo(self) -> None:
         super()._undo()
-        self.owners.stand_in_again()
+        self.owners.restore_placeholders()
 
     def _end(self) -> Synchronized:
         step = self.engine.step
@@ -148,14 +148,14 @@ class OwnerDataParallel(DistributedDataParallel):
             return self._step(sharded, step, args, kwargs)
 
         @functools.wraps(zero_grad)
-        def cleared(*args: Any, **kwargs: Any) -> None:
+        def zeroed(*args: Any, **kwargs: Any) -> None:
             zero_grad(*args, **kwargs)
-            sharded.stand_ins.clear()
+            sharded.placeholders.clear()
             for p in sharded.parameters.values():
                 p.grad = None
 
         # A method, as schedulers expect it, which wrap it in turn.
-        optimizer.step, optimizer.zero_grad = MethodType(stepped, optimizer), cleared
+        optimizer.step, optimizer.zero_grad = MethodType(stepped, optimizer), zeroed
 
     @torch_private.untraced
     def _step(self, sharded: OwnedOptimizer, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -229,15 +229,15 @@ class OwnerDataParallel(DistributedDataParallel):
 
     # Gradients
 
-    def make_way(self) -> None:
+    def remove_placeholders(self) -> None:
         """Let a backward accumulate in the model's parameters."""
         for each in self._sharded:
-            each.make_way()
+            each.remove_placeholders()
 
-    def stand_in_again(self) -> None:
-        """Undo `make_way`, for what a backward has not reached, or all if it has failed."""
+    def restore_placeholders(self) -> None:
+        """Undo `remove_placeholders`, for what a backward has not reached, or all if it has failed."""
         for each in self._sharded:
-            each.stand_in_again()
+            each.restore_placeholders()
 
     def begin_gradients(self, is_nonfinite: Tensor | bool) -> None:
         """Expect means, of which some rank's may not be finite."""
@@ -248,10 +248,10 @@ class OwnerDataParallel(DistributedDataParallel):
         """Add the mean of what this rank owns to the gradient of its own parameter, for which the model's stands in."""
         sharded = self._of[name]
         p = sharded.parameters[name]
-        sharded.cleared.discard(name)
-        if name not in sharded.stand_ins:
-            sharded.stand_ins[name] = OwnedGradient(name, p, self)
-        p.grad = sharded.stand_ins[name]
+        sharded.zeroed.discard(name)
+        if name not in sharded.placeholders:
+            sharded.placeholders[name] = OwnedGradient(name, p, self)
+        p.grad = sharded.placeholders[name]
         own = sharded.own.get(name)
         if own is None:
             if sharded in self._has_others:
@@ -402,7 +402,7 @@ class OwnerDataParallel(DistributedDataParallel):
             weights_of = {**each.own, **each.written()}
             for name, p in each.own.items():
                 state = dict(each.optimizer.state.get(p, {}))
-                mine[name] = on_cpu(state), on_cpu({"": weights_of[name]} if each.is_apart else {})
+                mine[name] = on_cpu(state), on_cpu({"": weights_of[name]} if each.has_own_memory else {})
         everyone = control.all_gather_object(mine, self._group)
         state: dict[str, Any] = {}
         weights: dict[str, Any] = {}
@@ -411,7 +411,7 @@ class OwnerDataParallel(DistributedDataParallel):
             of_leaf = self._joined(each.owners, name, [part for part, _ in parts])
             if of_leaf:
                 state[saved_as] = of_leaf
-            if each.is_apart and parts:  # a leaf without elements has no owner
+            if each.has_own_memory and parts:  # a leaf without elements has no owner
                 weights[saved_as] = self._joined(each.owners, name, [whole for _, whole in parts])[""]
         saved: dict[str, Any] = {"state": state, "param_groups": self._groups(), "weights": weights}
         if any(each.engine.state != () for each in self._sharded):
@@ -453,7 +453,7 @@ class OwnerDataParallel(DistributedDataParallel):
             each.optimizer.load_state_dict({"state": state, "param_groups": indexed})
             each.follow(everything=True)  # a state of other hops has no weights of owners
             for name, whole in dict(saved.get("weights", {})).items():
-                if name in own and each.is_apart:
+                if name in own and each.has_own_memory:
                     each.own[own[name]].detach().copy_(each.own_part(own[name], whole))
         for each, codecs in zip(self._sharded, saved.get("codecs", []), strict=False):
             if codecs.keys() == of_state(each.engine.state).keys():
@@ -543,7 +543,7 @@ class OptimizerCheckpoint:
                 saved_as = without_wrappers(name)
                 of_leaf = {} if saved_as in self.left_out else state_of[name]
                 entries = {f"{STATE}{saved_as}.{key}": value for key, value in of_leaf.items()}
-                if each.is_apart:
+                if each.has_own_memory:
                     entries[f"{WEIGHTS}{saved_as}"] = weights_of[name].detach()
                 saved |= {key: self._global(each, name, p, value) for key, value in entries.items()}
         for i, each in enumerate(model._sharded):  # pyright: ignore[reportPrivateUsage]

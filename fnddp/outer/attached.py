@@ -18,7 +18,7 @@ from fnddp.core.tree import Leaves
 from fnddp.outer.checkpoint import OuterCheckpoint
 from fnddp.outer.contract import Outer
 from fnddp.outer.overlapped import Overlapped
-from fnddp.outer.plan import Noted, OuterPlan, lower
+from fnddp.outer.plan import OuterPlan, Recorded, lower
 from fnddp.outer.shards import WorkerShards, local, locals_of, shards_of
 from fnddp.run.step import applying
 from fnddp.run.vote import StepFailedError
@@ -198,7 +198,7 @@ class Attached:
                 self._tokens_resumed = {name: at for name, at in open_at.items() if name not in self.under_way}
                 self._tokens_at = {name: at for name, at in self._tokens_at.items() if name in self.under_way}
 
-    def _run(self, leaves: Leaves, ahead: Noted) -> None:
+    def _run(self, leaves: Leaves, ahead: Recorded) -> None:
         with torch.inference_mode(False), torch.no_grad(), without_autocast():  # plans keep memory
             self._exchanges.poll()
             try:
@@ -360,13 +360,13 @@ class Attached:
     def _fresh(self) -> State:
         return self.outer.init(self.outer.leaves_of(self._detached(), None))
 
-    def _ahead(self) -> Noted:
+    def _ahead(self) -> Recorded:
         """Return the exchanges that the next step starts and ends, if there is a `prepare` or `commit` to call."""
-        noted = Noted(self.under_way)
+        recorded = Recorded(self.under_way)
         if self._prepare is not None or self._commit is not None:
             with torch.no_grad():
-                self.outer.step(self._leaves(), self._state, noted)
-        return noted
+                self.outer.step(self._leaves(), self._state, recorded)
+        return recorded
 
     def _after(self, *_: Any) -> None:
         self.step()

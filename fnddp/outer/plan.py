@@ -110,12 +110,12 @@ def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) ->
     """
     leaves = {path: torch.empty_like(leaf, device="meta") for path, leaf in tree.flatten(params)[0].items()}
     world = planned_world(outer, outer.groups, world_size)
-    noted = Noted()
+    recorded = Recorded()
     with torch.no_grad(), within(world):
         state = outer.init(leaves)
         # Until all exchanges that start within one whole period have ended.
-        for noted.step in range(1, outer.lead + 3 * outer.period + 1):
-            _, state = outer.step(leaves, state, noted)
+        for recorded.step in range(1, outer.lead + 3 * outer.period + 1):
+            _, state = outer.step(leaves, state, recorded)
     exchanges = [
         PlannedExchange(
             name,
@@ -123,15 +123,15 @@ def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) ->
             ends - outer.lead,
             lower_sync(sync, each, state=state, world_size=world.size_of(sync.groups)),
         )
-        for starts, ends, name, (sync, each, state) in sorted(noted.done, key=lambda done: done[:2])
+        for starts, ends, name, (sync, each, state) in sorted(recorded.done, key=lambda done: done[:2])
         if outer.lead < starts <= outer.lead + outer.period
     ]
     nbytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves.values())
     return OuterPlan(outer, outer.period, outer.lead, tuple(exchanges), nbytes)
 
 
-class Noted(Exchanges):
-    """Exchanges that do not run: only local steps of their starts and ends are noted. `open`: those already open."""
+class Recorded(Exchanges):
+    """Exchanges that do not run: only local steps of their starts and ends are recorded. `open`: those already open."""
 
     def __init__(self, open: Iterable[str] = ()) -> None:
         self.step = 1

@@ -92,7 +92,7 @@ class Step:
         parts: The parts of the next state, once the step is done.
         arrival: The order in which gradients have arrived on the first rank, if it is learnt.
         broken: The error after which ranks may be desynchronized.
-        kept: What is sent in place of zeros for leaves that have not arrived.
+        substitutes: What is sent in place of zeros for leaves that have not arrived.
         found_nonfinite: Whether something that arrived on some rank was not finite, if that matters to the pipeline's
             memory; on an accelerator a scalar there.
         notice: Returns True if another rank has failed in this step; None if the host waited for that: see `Vote`.
@@ -127,7 +127,7 @@ class Step:
         self._gives_later, self._agrees = gives_later, agrees
         self._arrived: list[str] = []  # leaves in the order of arrival, if that is to be learnt
         self._zeros = self._unused = frozenset[str]()
-        self.kept: Leaves = {}
+        self.substitutes: Leaves = {}
         self._weight, self._scale = weight, scale
         if weight is not None and not weight.number:  # of no samples: their mean may be NaN
             self._scale = 0.0
@@ -327,11 +327,11 @@ class Step:
     def _late(self, means: Leaves) -> frozenset[str]:
         """Return the unused leaves for which something comes, the same on all ranks: some rank's mean is not zero.
 
-        Or what has been `kept` is not: memory has it now, and a way in that left it in `.grad` would count it twice.
+        Or its substitute is not: memory has it now, and a way in that left it in `.grad` would count it twice.
         """
         if not self._gives_later or not self._unused:
             return frozenset()
-        given = [(path, of[path]) for of in (means, self.kept) for path in self._unused & of.keys()]
+        given = [(path, of[path]) for of in (means, self.substitutes) for path in self._unused & of.keys()]
         late = frozenset(path for path, value in given if bool(value.any()))
         return late if self._agrees or self._vote is None else self._vote.of_any_rank(late)
 
@@ -433,8 +433,8 @@ class Step:
     def _issue_all(self) -> frozenset[str]:
         self._zeros = self.missing
         for path in self._zeros:
-            grad = self.kept[path] if path in self.kept else self._program.leaves[path].empty().zero_()
-            self.put(self._program.positions[path], grad, keep=path in self.kept)
+            grad = self.substitutes[path] if path in self.substitutes else self._program.leaves[path].empty().zero_()
+            self.put(self._program.positions[path], grad, keep=path in self.substitutes)
         self._go_on(block=True)
         return self._zeros
 

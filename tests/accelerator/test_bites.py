@@ -18,7 +18,7 @@ import fnddp
 from fnddp import device as devices
 from fnddp.core import tree
 from fnddp.integrations.fsdp import compress_shards
-from fnddp.integrations.fsdp.unit import Seen
+from fnddp.integrations.fsdp.unit import DecodedWeights
 from fnddp.ir.program import LeafSpec
 from fnddp.laws import bits
 from fnddp.plan.draft import Donation
@@ -166,7 +166,7 @@ def with_messages(rank: int, device: str) -> Any:
 
 def with_weights_that_stay(rank: int, device: str) -> Any:
     """A second forward sends nothing of them. Ranks that did not agree on that would wait for each other."""
-    seen, sent = Seen(torch.device(device), None), list[bool]()
+    seen, sent = DecodedWeights(torch.device(device), None), list[bool]()
     row = torch.linspace(1, 2, 6).to(device)
     for _ in range(3):
         seen.follow(row, lambda mine, is_whole: (sent.append(is_whole), torch.stack([mine, mine]))[1])

@@ -373,7 +373,7 @@ class Steps:
         # Other ranks add to what these hold, the mean of an earlier backward, and send the sum.
         held = {name: self.parameters[name].grad for name in taken.added_to & step.missing}
         dense = {name: grad.detach().to_dense() for name, grad in held.items() if grad is not None}
-        step.kept = {name: grad for name, grad in dense.items() if self.engine.leaves[name].is_like(grad)}
+        step.substitutes = {name: grad for name, grad in dense.items() if self.engine.leaves[name].is_like(grad)}
 
     def _keeps_promises(self, unused: frozenset[str]) -> bool:
         """Check the promises, and return False if no parameter had a gradient on any rank."""

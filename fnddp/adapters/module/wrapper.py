@@ -346,7 +346,7 @@ class DistributedDataParallel(TorchNames):
         self._take_in_thawed()
         self._slots.require_known(self.module, has_gradients=torch.is_grad_enabled())
         if self._synchronizes:
-            self._require_no_stand_ins()
+            self._require_no_placeholders()
         if not self._log.has_stepped:
             # `Steps` runs the optimizers of torch.distributed.optim._apply_optimizer_in_backward, on synchronized
             # gradients, and sets these to None, as torch does.
@@ -382,7 +382,7 @@ class DistributedDataParallel(TorchNames):
     def _synchronizes(self) -> bool:
         return torch.is_grad_enabled() and self.require_backward_grad_sync
 
-    def _require_no_stand_ins(self) -> None:
+    def _require_no_placeholders(self) -> None:
         """Raise a RuntimeError if gradients that a training loop applies are those of other tensors than it wrapped."""
         known, tensors = self._trained.parameters, self._slots.tensors()
         others = {name: t for name, t in tensors.items() if t is not known[name]}

@@ -165,34 +165,34 @@ class Reductions:
 class Reduction:
     """A backward that reduces gradients: on its own it ends like a step of an engine, with `agree` and `commit`."""
 
-    def __init__(self, course: Reductions, backward: Backward) -> None:
-        self._course, self.backward, self._has_voted = course, backward, False
+    def __init__(self, reductions: Reductions, backward: Backward) -> None:
+        self._reductions, self.backward, self._has_voted = reductions, backward, False
         self._is_known = False  # to all ranks, that it has failed
-        self.weight = Weight.of(course.weight.given) if course.takes_weight else None
+        self.weight = Weight.of(reductions.weight.given) if reductions.takes_weight else None
         self.is_weighed, self._weights = self.weight is None, Sending()
         self.states: dict[str, State] = {}  # what they become if it ends well
-        remembers = any(isinstance(each, Tensor) for each in tree.flatten_any(course.states)[0])
+        remembers = any(isinstance(each, Tensor) for each in tree.flatten_any(reductions.states)[0])
         self.is_nonfinite: Tensor | bool | None = False if remembers else None  # None where it does not matter
         self.mean_weight: Tensor | None = None  # of the ranks of a mesh, the same for all meshes
         self._scales: dict[str | None, Tensor] = {}  # factors of this rank's gradients
-        parameters = [p for unit in course.units for p in unit.fsdp.parameters]
+        parameters = [p for unit in reductions.units for p in unit.fsdp.parameters]
         self._before = [(p, None if p.grad is None else _local(p.grad).clone()) for p in parameters]
 
     def weigh(self) -> None:
         """Send this rank's weight over each mesh, unless that is done; after an interrupt, what is left of it."""
         if self.is_weighed or self.weight is None:
             return
-        course, means = self._course, dict[str | None, Tensor]()
+        reductions, means = self._reductions, dict[str | None, Tensor]()
         if not self.weight.is_valid:  # NaN is sent, and counts as 0 until the vote fails the step
             self.backward.keep(no_weight(self.weight))
-        (mine,) = course.device.of_host([self.weight.number], torch.float64)
+        (mine,) = reductions.device.of_host([self.weight.number], torch.float64)
         self._weights.begin_again()
         with within(World(self._weights)):
-            for group, n in {unit.group: unit.n for unit in course.units}.items():
+            for group, n in {unit.group: unit.n for unit in reductions.units}.items():
                 means[group] = collectives.all_reduce({"": mine}, "sum", group)[""] / n
         self._scales = {group: torch.where(mean > 0, mine / mean, 0.0) for group, mean in means.items()}
         self.mean_weight, self.is_weighed = next(iter(means.values())), True
-        if not course.device.is_asynchronous:  # where the host would wait
+        if not reductions.device.is_asynchronous:  # where the host would wait
             self._require_even([mean.item() for mean in means.values()])
 
     def _require_even(self, means: Sequence[float]) -> None:
@@ -215,24 +215,24 @@ class Reduction:
     def note(self, mean: Tensor) -> None:
         """Note whether a mean is finite: if one is not, on any rank, memory stays as it was."""
         if self.is_nonfinite is not None:
-            self.is_nonfinite = has_nonfinite([mean], self._course.device) | self.is_nonfinite
+            self.is_nonfinite = has_nonfinite([mean], self._reductions.device) | self.is_nonfinite
 
     def agree(self) -> frozenset[str]:
         """Vote; see `fnddp.run.step.Step.agree`."""
         self._has_voted = True
         found = False if self.is_nonfinite is None else self.is_nonfinite  # for `or` an accelerator's host would wait
         counts = self.weight is None or self.weight.number > 0
-        self._course.vote.cast(frozenset(), nonfinite=found, counts=counts)
+        self._reductions.vote.cast(frozenset(), nonfinite=found, counts=counts)
         try:
-            return self._course.vote.outcome()
+            return self._reductions.vote.outcome()
         except (StepFailedError, ValueError):  # on all ranks
             self._is_known = True
             raise
 
     def commit(self) -> Synchronized:
         """Commit the states; the gradients are FSDP's."""
-        self._course.notice = self._course.vote.notice()
-        found = self._course.vote.found_nonfinite()
+        self._reductions.notice = self._reductions.vote.notice()
+        found = self._reductions.vote.found_nonfinite()
         self.keep(found)
         if found is not False:  # what memory has kept must not be applied by any optimizer
             with torch.no_grad():
@@ -241,34 +241,34 @@ class Reduction:
 
     def fail(self, error: BaseException) -> None:
         """Notify the other ranks, unless all have voted, and undo it."""
-        course = self._course
-        has_voted = self._has_voted and course.vote.is_cast
-        course.broken = None if self._is_known else error  # until the others know
+        reductions = self._reductions
+        has_voted = self._has_voted and reductions.vote.is_cast
+        reductions.broken = None if self._is_known else error  # until the others know
         try:
             if not has_voted and not isinstance(error, CollectiveError):
-                course.vote.cast(frozenset(), failed=True)
-                course.broken = None if course.vote.explain(error) else error
+                reductions.vote.cast(frozenset(), failed=True)
+                reductions.broken = None if reductions.vote.explain(error) else error
         except RuntimeError as problem:
             error.add_note(f"the other ranks could not be notified: {problem}")
         self.undo()
 
     def keep(self, found_nonfinite: Tensor | bool) -> None:
         """Keep the new states, unless a rank has found what is not finite."""
-        course = self._course
-        course.close()
+        reductions = self._reductions
+        reductions.close()
         if isinstance(found_nonfinite, Tensor):
-            before, structure = tree.flatten_any({name: course.states[name] for name in self.states})
+            before, structure = tree.flatten_any({name: reductions.states[name] for name in self.states})
             after, _ = tree.flatten_any(self.states)
             self.states = tree.unflatten_any(structure, unless(found_nonfinite, before, after))
         if found_nonfinite is not True:
-            course.states |= self.states
-        course.steps += 1
+            reductions.states |= self.states
+        reductions.steps += 1
 
     @torch.no_grad()
     def undo(self) -> None:
         """Restore the gradients from before it."""
-        self._course.close()
-        self._course.failed_steps += 1
+        self._reductions.close()
+        self._reductions.failed_steps += 1
         for parameter, before in self._before:
             if before is None or parameter.grad is None:
                 parameter.grad = None

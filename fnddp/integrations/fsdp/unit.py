@@ -44,7 +44,7 @@ UNSCALED = float("1")
 _UNCHANGED, _CHANGED, _REPLACED = range(3)  # what a rank says about its weights; the highest of all ranks counts
 
 
-class Seen:
+class DecodedWeights:
     """The weights that all ranks have decoded, for `ef21`: they follow the owners' rows, whoever writes those.
 
     A step of an optimizer is sent as a difference. Weights that were loaded, a change that is much larger than the last
@@ -146,7 +146,7 @@ class Unit:
         self._pipelines: dict[tuple[str, ...], tuple[Sync, Rows]] = {}
         self._sizes: dict[tuple[str, ...], list[torch.Size]] = {}  # of the messages of a `reduce`
         self.weights, self._layers = weights, layers_of(weights)
-        self._seen = Seen(fsdp.device, self.group)  # for `ef21`
+        self._seen = DecodedWeights(fsdp.device, self.group)  # for `ef21`
 
     @property
     def trained(self) -> list[str]:
