@@ -34,7 +34,7 @@ ENDINGS: dict[str, tuple[type, str]] = {
     "diloco": (Step, "commit"),
 }
 """Methods that end when all ranks have agreed, and this one has not applied the result."""
-Event = Callable[[type[Way], int, Path], None]
+Event = Callable[[type[Way], int, Path], Any]  # the bits of a training after it
 STEPS = int(os.environ.get("FNDDP_TEST_STEPS", "50"))  # in which failures come at random points
 
 
@@ -46,14 +46,16 @@ def two(way: type[Way], *, text: str = "", shapes: tuple[Shape, Shape] = (Shape(
     return trainings
 
 
-def go_on(rank: int, one: Way, other: Way, *, at: int = 50) -> None:
-    """Require that two trainings have the same bits after each of two further steps; end them."""
+def go_on(rank: int, one: Way, other: Way, *, at: int = 50) -> Any:
+    """Require that two trainings have the same bits after each of two further steps; end them, and return the bits."""
     for step in range(at, at + 2):
         for each in (one, other):
             each.step(each.batch(rank, step))
         assert one.all == other.all, f"after step {step}"
+    found = one.all
     for each in (one, other):
         each.end()
+    return found
 
 
 # Failures
@@ -102,7 +104,7 @@ def fail_at(rank: int, training: Way, step: int, place: Place, *, who: int) -> N
         raise
 
 
-def a_failure_at_each_point(way: type[Way], rank: int, _: Path) -> None:
+def a_failure_at_each_point(way: type[Way], rank: int, _: Path) -> Any:
     disturbed, straight = two(way)
     found = places(rank, disturbed)
     assert found == places(rank, straight)
@@ -111,28 +113,28 @@ def a_failure_at_each_point(way: type[Way], rank: int, _: Path) -> None:
         for each in (disturbed, straight):
             each.step(each.batch(rank, i))
         assert disturbed.all == straight.all, f"after a failure {place[0]}"
-    go_on(rank, disturbed, straight)
+    return go_on(rank, disturbed, straight)
 
 
 def an_error_of_all_ranks(trap: str) -> Event:
-    def event(way: type[Way], rank: int, _: Path) -> None:
+    def event(way: type[Way], rank: int, _: Path) -> Any:
         disturbed, straight = two(way)
         held = bits(disturbed.state)
         with pytest.raises(Trap):
             disturbed.step(disturbed.batch(rank, 9, trap=trap))
         assert bits(disturbed.state) == held
-        go_on(rank, disturbed, straight)
+        return go_on(rank, disturbed, straight)
 
     return event
 
 
-def a_dead_wire(way: type[Way], rank: int, _: Path) -> None:
+def a_dead_wire(way: type[Way], rank: int, _: Path) -> Any:
     disturbed, straight = two(way)
     held = disturbed.all
     with pytest.raises(CollectiveError) if way.told else nullcontext(), disturbed.dead_wire(rank):
         disturbed.step(disturbed.batch(rank, 1))
     assert disturbed.all == held
-    go_on(rank, disturbed, straight)
+    return go_on(rank, disturbed, straight)
 
 
 def an_error_in_the_update(way: type[Way], rank: int, _: Path) -> None:
@@ -148,7 +150,7 @@ def an_error_in_the_update(way: type[Way], rank: int, _: Path) -> None:
 # Gradients
 
 
-def accumulation(way: type[Way], rank: int, _: Path) -> None:
+def accumulation(way: type[Way], rank: int, _: Path) -> Any:
     shape = Shape(units=False)
     disturbed, straight = two(way, shapes=(shape, shape))
     for step in range(2):
@@ -157,10 +159,10 @@ def accumulation(way: type[Way], rank: int, _: Path) -> None:
         micro[0].xs += micro[1].xs
         straight.step(micro[0])
         assert disturbed.all == straight.all
-    go_on(rank, disturbed, straight)
+    return go_on(rank, disturbed, straight)
 
 
-def a_gradient_that_is_not_finite(way: type[Way], rank: int, _: Path) -> None:
+def a_gradient_that_is_not_finite(way: type[Way], rank: int, _: Path) -> Any:
     """Without the optimizer's step, which all ranks leave out, it leaves nothing in the memory of the pipeline."""
     disturbed, straight = two(way)
     for step, factor in enumerate((float("nan"), float("inf"))):
@@ -168,55 +170,57 @@ def a_gradient_that_is_not_finite(way: type[Way], rank: int, _: Path) -> None:
         for each in (disturbed, straight):
             each.step(each.batch(rank, 20 + step))
         assert disturbed.all == straight.all
-    go_on(rank, disturbed, straight)
+    return go_on(rank, disturbed, straight)
 
 
-def unused_leaves(way: type[Way], rank: int, _: Path) -> None:
+def unused_leaves(way: type[Way], rank: int, _: Path) -> Any:
     """On some ranks, and on all: as where their gradients are zero."""
     shape = Shape(momentum=0.0)
     disturbed, straight = two(way, text=way.plain, shapes=(shape, shape))
     for step, uses in enumerate((False, True) if way.uses_alike else (rank == 0, False, rank == 1, True)):
         disturbed.step(disturbed.batch(rank, step, extra=1.0 if uses else None))
         straight.step(straight.batch(rank, step, extra=1.0 if uses else 0.0))
-        assert bits(disturbed.leaves) == bits(straight.leaves), step
+        found = bits(disturbed.leaves)
+        assert found == bits(straight.leaves), step
     for each in (disturbed, straight):
         each.end()
+    return found
 
 
-def frozen_leaves(way: type[Way], rank: int, _: Path) -> None:
-    go_on(rank, *two(way, shapes=(Shape(extra="frozen"), Shape(extra="constant"))))
+def frozen_leaves(way: type[Way], rank: int, _: Path) -> Any:
+    return go_on(rank, *two(way, shapes=(Shape(extra="frozen"), Shape(extra="constant"))))
 
 
-def memory_formats(way: type[Way], rank: int, _: Path) -> None:
-    go_on(rank, *two(way, shapes=(Shape(layout="other"), Shape())))
+def memory_formats(way: type[Way], rank: int, _: Path) -> Any:
+    return go_on(rank, *two(way, shapes=(Shape(layout="other"), Shape())))
 
 
 # Pipelines and states
 
 
-def another_pipeline(way: type[Way], rank: int, folder: Path) -> None:
+def another_pipeline(way: type[Way], rank: int, folder: Path) -> Any:
     """As a training that begins with it, from these parameters."""
     changed, fresh = two(way)[0], way(way.plain)
     changed.set_sync(way.plain)
     changed.save(folder)
     fresh.load(folder)
-    go_on(rank, changed, fresh)
+    return go_on(rank, changed, fresh)
 
 
-def reset(way: type[Way], rank: int, folder: Path) -> None:
+def reset(way: type[Way], rank: int, folder: Path) -> Any:
     disturbed, fresh = two(way)[0], way()
     disturbed.save(folder)
     fresh.load(folder, reset_sync=True)
     disturbed.reset()
-    go_on(rank, disturbed, fresh)
+    return go_on(rank, disturbed, fresh)
 
 
-def a_checkpoint(way: type[Way], rank: int, folder: Path) -> None:
+def a_checkpoint(way: type[Way], rank: int, folder: Path) -> Any:
     saved, loaded = two(way)
     saved.step(saved.batch(rank, 1))
     saved.save(folder)
     loaded.load(folder)
-    go_on(rank, saved, loaded)
+    return go_on(rank, saved, loaded)
 
 
 def a_checkpoint_of_another_way_in(way: type[Way], rank: int, folder: Path) -> None:
@@ -236,19 +240,19 @@ def a_checkpoint_of_another_way_in(way: type[Way], rank: int, folder: Path) -> N
 
 
 def a_copy(copies: Callable[[Any], Any]) -> Event:
-    def event(way: type[Way], rank: int, _: Path) -> None:
+    def event(way: type[Way], rank: int, _: Path) -> Any:
         copied, straight = two(way)
         twin = copies(copied)
         for step in (1, 2):
             for each in (copied, twin, straight):
                 each.step(each.batch(rank, step))
         assert copied.all == straight.all
-        go_on(rank, twin, straight)
+        return go_on(rank, twin, straight)
 
     return event
 
 
-def a_thread_that_evaluates(way: type[Way], rank: int, _: Path) -> None:
+def a_thread_that_evaluates(way: type[Way], rank: int, _: Path) -> Any:
     disturbed, straight = two(way)
     is_over, errors = threading.Event(), list[BaseException]()
 
@@ -269,7 +273,7 @@ def a_thread_that_evaluates(way: type[Way], rank: int, _: Path) -> None:
         is_over.set()
         thread.join()
     assert not errors, errors
-    go_on(rank, disturbed, straight)
+    return go_on(rank, disturbed, straight)
 
 
 EVENTS: dict[str, Event] = {
@@ -293,8 +297,9 @@ EVENTS: dict[str, Event] = {
 }
 
 
-def run_row(rank: int, name: str, folder: str, events: list[str]) -> None:
-    way = WAYS[name]
+def run_row(rank: int, name: str, folder: str, events: list[str]) -> dict[str, Any]:
+    """Return what a training has after each event that is not refused."""
+    way, found = WAYS[name], dict[str, Any]()
     for i, event in enumerate(events):
         cell, of_cell = way.cells.get(event), Path(folder) / str(i)
         if isinstance(cell, Absent):
@@ -302,10 +307,11 @@ def run_row(rank: int, name: str, folder: str, events: list[str]) -> None:
         of_cell.mkdir(exist_ok=True)
         try:
             with nullcontext() if cell is None else pytest.raises(Exception, match=cell.text):
-                EVENTS[event](way, rank, of_cell)
+                found[event] = EVENTS[event](way, rank, of_cell)
         except BaseException as error:
             error.add_note(f"in the cell of {name!r} and {event!r}")
             raise
+    return found
 
 
 def chosen() -> list[str]:

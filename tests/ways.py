@@ -444,6 +444,7 @@ class ValueAndGrad(Way):
 
 class Jit(ValueAndGrad):
     traps = ()
+    cells = ValueAndGrad.cells | {"pickle": SAME}
 
     def made(self) -> Any:
         return fnddp.jit(self.sync)
@@ -553,7 +554,8 @@ class OwnedMatrices(Fsdp):
         self.model = self.sharded(self.mesh(1, dist.get_world_size())["shard"])
         trained = [p for p in self.model.parameters() if p.ndim == 2 and p.requires_grad]
         self.optimizer = torch.optim.Muon(trained, lr=0.02, momentum=self.shape.momentum, weight_decay=0.0)
-        self.keeper = own_matrices(self.model, self.optimizer, "allgather", self.text, bucket_cap_mb=SMALL)
+        gradients = "allgather" if self.text == self.plain else "quantize(allgather)"
+        self.keeper = own_matrices(self.model, self.optimizer, gradients, self.text, bucket_cap_mb=SMALL)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return unsynchronized(self.model)

@@ -224,7 +224,7 @@ class jit:
 
     def __init__(self, sync: Sync | str, *, wire: Wire = C10D, backend: str | None = None) -> None:
         self._sync = pipeline_of("jit: sync", sync)
-        self._eager, self._wire = over(wire, self._sync), wire
+        self._eager, self._wire, self._backend = over(wire, self._sync), wire, backend
         self._engines = Engines(self._sync, donation=Donation(), learns_order=False, wire=wire, backend=backend)
 
     @property
@@ -260,6 +260,9 @@ class jit:
         with torch.inference_mode(False), self._engines.alone(leaves, state) as engine, applying(engine):
             done = engine.run({path: leaf.detach() for path, leaf in leaves.items()}, state, weight=weight)
             return tree.unflatten(spec, done.of(leaves)), engine.release_state()
+
+    def __reduce__(self) -> Any:  # a copy makes plans of its own, whose streams and memory are a device's
+        return partial(jit, wire=self._wire, backend=self._backend), (self._sync,)
 
     def __repr__(self) -> str:
         return f"jit({self.sync!r})"

@@ -58,12 +58,17 @@ def _on_device(rank: int, last: str, seed: int, fn: Callable[..., Any], argument
 
     device.configure(seed, last)
     torch.accelerator.set_device_index(rank % device.device_count())
-    store, names = _get_default_store(), [f"rank {other} is done" for other in range(dist.get_world_size())]
+    store = _get_default_store()
     try:
         result = fn(rank, f"sim:{rank % device.device_count()}", *arguments)
         device.wait_for_all()
     finally:
-        store.set(names[rank], "")
+        is_done(rank)
     with suppress(dist.DistStoreError):  # some wait for this one's end
-        store.wait(names, GRACE)
+        store.wait([f"rank {other} is done" for other in range(dist.get_world_size())], GRACE)
     return result
+
+
+def is_done(rank: int) -> None:
+    """Let the other ranks end: this one reads nothing more from them."""
+    _get_default_store().set(f"rank {rank} is done", "")

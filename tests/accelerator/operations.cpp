@@ -80,6 +80,10 @@ static at::Tensor& set_storage(
   self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
   return self;
 }
+static at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
+  const int64_t n = source.nbytes() / self.element_size();
+  return set_storage(self, std::move(source), 0, {n}, {1});
+}
 static at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
@@ -352,6 +356,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", TORCH_FN(at::native::view));
   m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("resize_", TORCH_FN(resize));
+  m.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
   m.impl("set_.source_Tensor", TORCH_FN(set_tensor));
   m.impl("_copy_from", TORCH_FN(copy_from));

@@ -7,8 +7,7 @@ CPU, so neither is used here.
 import math
 import os
 import random
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any
@@ -18,16 +17,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
-from fnddp import outer
-from fnddp.integrations.checkpoint import load, save
-from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards, own_matrices
+from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
 from fnddp.laws import bits
 from tests.accelerator.conftest import ORDERS
 from tests.pipelines import nestings
 from tests.sharded import meshes, sharded
+from tests.ways import LOSSY, WAYS, Way
 
 pytestmark = pytest.mark.thorough
 
@@ -98,42 +95,18 @@ def train(
 # What trains: each is given the rank and the device, and returns bits.
 
 
-def with_the_module(rank: int, device: str, text: str) -> Any:
-    model = module(device, text)
-    train(rank, device, model)
-    return result(model, model.sync_state)
-
-
-def with_register(rank: int, device: str, text: str) -> Any:
-    model = TorchDDP(made(device), bucket_cap_mb=0.002, gradient_as_bucket_view=True)
-    handle = fnddp.register(model, fnddp.parse(text))
-    train(rank, device, model)
-    return result(model, handle.sync_state)
-
-
-def functional_loss(model: nn.Module, params: dict[str, Tensor], rank: int, step: int, device: str) -> Tensor:
-    return loss_of(lambda x: torch.func.functional_call(model, params, (x,)), rank, step, device)
-
-
-def with_value_and_grad(rank: int, device: str, text: str) -> Any:
-    model, sync = made(device), fnddp.parse(text)
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    run, state = fnddp.value_and_grad(lambda *given: functional_loss(model, *given), sync), sync.init(params)
-    for step in range(STEPS):
-        _, mean, state = run(params, state, rank, step, device)
-        params = {name: p - 0.1 * mean[name] for name, p in params.items()}
-    return bits([params, state])
-
-
-def with_jit(rank: int, device: str, text: str) -> Any:
-    model, sync = made(device), fnddp.parse(text)
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    run, state = fnddp.jit(sync), sync.init(params)
-    for step in range(STEPS):
-        grads = torch.func.grad(lambda *given: functional_loss(model, *given))(params, rank, step, device)
-        mean, state = run(grads, state)
-        params = {name: p - 0.1 * mean[name] for name, p in params.items()}
-    return bits([params, state])
+def by(rank: int, device: str, name: str, text: str) -> Any:
+    """Train by a way in of tests/ways.py, later without some gradients. The host reads nothing meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Way, "device", device)
+        training = WAYS[name](text)
+        for step in range(2 * STEPS):
+            lacks_some = step >= STEPS and (step + rank) % 2 == 0 and not training.uses_alike
+            training.backward(training.batch(rank, step, extra=None if lacks_some else 1.0))
+            training.optimizer.step()
+        found = training.all
+        training.end()
+    return found
 
 
 def accumulating(rank: int, device: str) -> Any:
@@ -153,16 +126,6 @@ def accumulating(rank: int, device: str) -> Any:
 def weighted(rank: int, device: str) -> Any:
     model = module(device, f"weighted({POWERSGD})")
     train(rank, device, model, lambda step: model.weight(3 + 2 * rank + step))
-    return result(model, model.sync_state)
-
-
-def without_some_gradients(rank: int, device: str) -> Any:
-    model = module(device, find_unused_parameters=True)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, rank, step, device, extra=step % 2 == rank % 2).backward()
-        optimizer.step()
     return result(model, model.sync_state)
 
 
@@ -221,7 +184,7 @@ def with_the_optimizer_on_another_stream(rank: int, device: str) -> Any:
 
 def on_another_stream(rank: int, device: str) -> Any:
     with stream_of(device):
-        return with_the_module(rank, device, POWERSGD)
+        return by(rank, device, "module", POWERSGD)
 
 
 def reading_means_late(rank: int, device: str) -> Any:
@@ -234,25 +197,14 @@ def reading_means_late(rank: int, device: str) -> Any:
     return bits([kept, model.sync_state])
 
 
-def with_autocast(rank: int, device: str) -> Any:
-    model = module(device)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        with torch.autocast(device.split(":")[0], dtype=torch.bfloat16):
-            loss = loss_of(lambda x: model(x).float(), rank, step, device)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return result(model, model.sync_state)
-
-
-def with_a_loss_scaler(rank: int, device: str, text: str) -> Any:
+def with_autocast_and_a_loss_scaler(rank: int, device: str, text: str) -> Any:
     """One rank overflows in one step, which changes nothing."""
     model = module(device, text)
     optimizer, scaler = sgd(model), torch.amp.GradScaler(device.split(":")[0])
     for step in range(STEPS):
-        factor = math.inf if step == 1 and rank == 1 else 1.0
-        scaler.scale(loss_of(model, rank, step, device) * factor).backward()
+        with torch.autocast(device.split(":")[0], dtype=torch.bfloat16):
+            loss = loss_of(lambda x: model(x).float(), rank, step, device)
+        scaler.scale(loss * (math.inf if step == 1 and rank == 1 else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -262,45 +214,13 @@ def with_a_loss_scaler(rank: int, device: str, text: str) -> Any:
     return found
 
 
-def with_a_checkpoint(rank: int, device: str) -> Any:
-    """A run that goes on from it ends where the uninterrupted one does."""
-    folder: list[Any] = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder, device=torch.device(device))
-    first = module(device)
-    train(rank, device, first)
-    save(folder[0], first)
-    again = module(device)
-    load(folder[0], again)
-    for model in (first, again):
-        train(rank + 5, device, model)
-    ends = [result(model, model.sync_state) for model in (first, again)]
-    assert ends[0] == ends[1]
-    return ends[0]
-
-
-def with_outer_steps(rank: int, device: str, text: str) -> Any:
-    model = made(device)
-    optimizer = sgd(model)
-    attached = outer.attach(model, optimizer, outer.parse(text))
-    for step in range(10):
-        optimizer.zero_grad()
-        loss_of(model, rank, step, device).backward()
-        optimizer.step()
-    attached.detach()
-    return result(model, attached.state)
-
-
-def train_shards(
-    device: str, model: Any, around: Any = lambda _: nullcontext(), optimizers: Sequence[torch.optim.Optimizer] = ()
-) -> None:
-    optimizers = optimizers or [sgd(model)]
-    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+def train_shards(device: str, model: Any, around: Any = lambda _: nullcontext()) -> None:
+    optimizer, generator = sgd(model), torch.Generator().manual_seed(5 + dist.get_rank())
     for step in range(STEPS):
         with around(step):
             x = torch.randn(4, 6, generator=generator).to(device)
             model(x)["out"].square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizer.step()
         model.zero_grad()
 
 
@@ -357,49 +277,35 @@ def with_owners(rank: int, device: str, gradients: str, weights: str) -> Any:
     return result(net)
 
 
-def with_owned_matrices(rank: int, device: str, gradients: str, weights: str) -> Any:
-    model = sharded(mesh_of(device, 1, 2)["shard"])
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    muon = torch.optim.Muon(matrices, lr=0.02)
-    own_matrices(model, muon, gradients, weights, bucket_cap_mb=0.0002)
-    train_shards(device, model, optimizers=[muon])
-    return result(model)
-
-
 def with_two_levels(rank: int, device: str, text: str) -> Any:
     inside = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     names = {"inside": inside[rank // 2].group_name, "across": across[rank % 2].group_name}
-    return with_the_module(rank, device, text.format(**names))
+    return by(rank, device, "module", text.format(**names))
 
 
-PIPELINES = [
-    "allreduce",
-    POWERSGD,
-    QUANTIZED,
-    "error_feedback(fp16(allreduce))",
-    "partition({{'*weight': error_feedback(every(2, powersgd(allreduce, rank=2))), '*': bf16(allreduce)}})",
+PIPELINES = ["allreduce", POWERSGD, QUANTIZED, LOSSY]
+STREAMING = "streaming_diloco(quantize(two_shot, bits=4), every=4, fragments=2, delay=3, alpha=0.5)"
+WAYS_IN = [
+    *product(("module", "register", "value_and_grad", "jit"), PIPELINES),
+    ("own", "two_shot"),
+    ("compress_shards", "bf16(two_shot)"),
+    *(("own_matrices", text) for text in ("allgather", "ef21(quantize(allgather, bits=4))")),
+    ("diloco", "diloco(allreduce, every=3)"),
+    ("streaming_diloco", STREAMING),
 ]
-WAYS = [with_the_module, with_register, with_value_and_grad, with_jit]
 LEVELS = [
     "hierarchical(error_feedback(powersgd(all_reduce('{across}'), min_compression_rate=0)), intra='{inside}')",
     "hierarchical(quantize(all_gather('{across}')), intra='{inside}')",
 ]
 TWO: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
-    *((way, (text,)) for way, text in product(WAYS, PIPELINES[:4])),
-    *((each, ()) for each in (accumulating, weighted, without_some_gradients, with_two_models_in_a_backward)),
-    (beside_collectives_of_the_model, ()),
+    *((by, given) for given in WAYS_IN),
+    *((each, ()) for each in (accumulating, weighted, with_two_models_in_a_backward, beside_collectives_of_the_model)),
     *((each, ()) for each in (with_the_optimizer_on_another_stream, on_another_stream, reading_means_late)),
-    *((each, ()) for each in (with_autocast, with_a_checkpoint, with_weighted_shards)),
-    *((with_a_loss_scaler, (text,)) for text in (POWERSGD, QUANTIZED)),
-    (with_outer_steps, ("diloco(allreduce, every=3)",)),
-    (with_outer_steps, ("streaming_diloco(quantize(two_shot, bits=4), every=4, fragments=2, delay=3, alpha=0.5)",)),
-    (with_shards, ("bf16(two_shot)", None)),
+    (with_weighted_shards, ()),
+    *((with_autocast_and_a_loss_scaler, (text,)) for text in (POWERSGD, QUANTIZED)),
     (with_shards, (QUANTIZED, "ef21(quantize(allgather, bits=4))")),
-    (with_owners, ("two_shot", "allgather")),
     (with_owners, ("error_feedback(quantize(two_shot, bits=4))", "ef21(quantize(allgather, bits=4))")),
-    (with_owned_matrices, ("allgather", "allgather")),
-    (with_owned_matrices, ("quantize(allgather)", "ef21(quantize(allgather, bits=4))")),
 ]
 FOUR: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (with_replicas, (POWERSGD,)),

@@ -1,0 +1,85 @@
+"""The table of tests/test_ways.py on the device: each cell ends with the CPU's bits, in both orders of streams.
+
+There a rank's failure is known one step later, and ends the training of all: see docs/gpu.md. FSDP's is in `tests/gpu`.
+"""
+
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fnddp import CollectiveError
+from tests import test_ways
+from tests.accelerator.conftest import ORDERS, is_done
+from tests.test_ways import EVENTS, MORE, places, run_row
+from tests.ways import FAMILIES, REFUSED, TORCHFT, WAYS, Absent, Interrupt, Trap, Way
+
+pytestmark = pytest.mark.thorough
+
+NAMES = [name for name in WAYS if name not in TORCHFT]  # whose manager here is gloo's
+FORWARD, BACKWARD = "an error of all ranks in forward", "an error of all ranks in backward"
+CELLS = {
+    "a failure at each point": Absent("below"),
+    "an error in the update": Absent("others know of it one step later"),
+    "a thread that evaluates": Absent("kernels run in any thread that waits"),
+}
+REFUSING = {"module": [BACKWARD], "register": [BACKWARD], "own": [BACKWARD], "value_and_grad": [FORWARD, BACKWARD]}
+
+
+def run(rank: int, device: str, name: str, folder: str) -> dict[str, Any]:
+    way, here = WAYS[name], [(text, [each for each in names if each in NAMES]) for text, names in FAMILIES]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Way, "device", device)
+        patch.setattr(way, "cells", {**way.cells, **CELLS, **dict.fromkeys(REFUSING.get(name, []), REFUSED)})
+        patch.setattr(test_ways, "FAMILIES", here)
+        events = [event for event in EVENTS if device != "cpu" or way.cells.get(event) is None]
+        return run_row(rank, name, folder, events)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_event_leaves_a_way_in_as_it_was_or_is_refused(ranks: Any, tmp_path: Path, name: str) -> None:
+    n, i = WAYS[name].ranks, NAMES.index(name)
+    want = ranks(n, "cpu", run, name, str(tmp_path))
+    for last in ORDERS if name not in MORE else ORDERS[i % 2 :][:1]:
+        assert ranks(n, last, run, name, str(tmp_path)) == want, f"{last} streams last"
+
+
+def count_places(rank: int, device: str, name: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Way, "device", device)
+        training = WAYS[name]()
+        training.step(training.batch(rank, 0))
+        return len(places(rank, training))
+
+
+def fail(rank: int, device: str, name: str, number: int, who: int) -> None:
+    """The rank that fails raises its error and refuses; the others raise when they read the state, and in a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Way, "device", device)
+        training = WAYS[name]()
+        step, is_mine = training.step if training.updates else training.backward, rank == who
+        training.step(training.batch(rank, 0))
+        _, what = places(rank, training)[number]
+        trap, point = (what, nullcontext()) if isinstance(what, str) else ("", what[0].at(what[1]))
+        with pytest.raises((Trap, Interrupt)) if is_mine else nullcontext(), point if is_mine else nullcontext():
+            step(training.batch(rank, 1, trap=trap if is_mine else ""))
+        told: Any = pytest.raises(CollectiveError, match="another rank failed in the step before")
+        refuses = pytest.raises(RuntimeError, match=REFUSED.text) if is_mine else told
+        if not is_mine and name not in ("value_and_grad", "jit"):  # whose state is the caller's
+            with told:
+                training.state  # noqa: B018
+        if name != "register":  # a step of torch's class has collectives of its own
+            with refuses:
+                step(training.batch(rank, 2))
+        if not is_mine:  # it has begun collectives that the other never joins, and which end with that rank
+            is_done(rank)
+            with suppress(RuntimeError):
+                torch.accelerator.synchronize()
+
+
+@pytest.mark.parametrize("name", ["module", "register", "value_and_grad", "jit", "own", "diloco"])
+def test_others_are_told_of_a_failure_at_each_point_one_step_later(ranks: Any, name: str) -> None:
+    for number in range(ranks(2, ORDERS[0], count_places, name)[0]):
+        ranks(2, ORDERS[number % 2], fail, name, number, number // 2 % 2)
