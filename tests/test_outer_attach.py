@@ -543,21 +543,6 @@ def test_an_attached_model_stays_in_its_process_group(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_states_of_other_steps_are_not_set(rank: int) -> None:
-    model, optimizer, attached = attached_model("diloco(allreduce, every=2)")
-    saved: list[Any] = []
-    for step in range(2):
-        saved.append(attached.state_dict())
-        train(model, optimizer, rank, range(step, step + 1))
-    before = bits(attached.state)
-    with pytest.raises(RankMismatchError, match=r"state '.*step': rank 0: .* = 0; rank 1: .* = 1"):
-        attached.load_state_dict(saved[rank])
-    assert bits(attached.state) == before
-    attached.load_state_dict(saved[0])
-    assert attached.state.step == 0
-
-
-@on_ranks(2)
 def test_no_outer_step_on_one_rank_is_an_error_on_all(rank: int) -> None:
     model = make_model()
     kind, message = RankMismatchError, "failed with TypeError: outer.attach: outer=3"
@@ -565,19 +550,6 @@ def test_no_outer_step_on_one_rank_is_an_error_on_all(rank: int) -> None:
         kind, message = TypeError, "outer=3 is"
     with pytest.raises(kind, match=message):
         outer.attach(model, SGD(model.parameters()), 3 if rank else outer.local_sgd(every=2))
-
-
-@pytest.mark.parametrize("step", ["local_sgd(every=1)", "diloco(allreduce, every=1)"])
-@on_ranks(2)
-def test_a_step_in_inference_mode(rank: int, step: str) -> None:
-    models = [attached_model(step) for _ in range(2)]
-    for i in range(3):
-        for infers, (model, optimizer, _) in zip((False, i == 0), models, strict=True):
-            optimizer.zero_grad()
-            model(torch.ones(5, 6) + rank).square().mean().backward()
-            with torch.inference_mode(infers):
-                optimizer.step()
-    assert bits(parameters(models[0][0])) == bits(parameters(models[1][0]))
 
 
 @on_ranks(3)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from fnddp import CollectiveError, StepFailedError
+from fnddp import CollectiveError, RankMismatchError, StepFailedError
 from fnddp.adapters.module.steps import Steps
 from fnddp.integrations.fsdp.reductions import Reduction
 from fnddp.laws import bits
@@ -135,6 +136,16 @@ def a_dead_wire(way: type[Way], rank: int, _: Path) -> None:
     go_on(rank, disturbed, straight)
 
 
+def another_order_on_a_rank(way: type[Way], rank: int, _: Path) -> None:
+    """Of two trainings, whose messages have one size, so that those of one would be taken for the other's."""
+    first, other = two(way)
+    held = first.all, other.all
+    with pytest.raises(RankMismatchError, match=r"this rank is number \d of those"):
+        (other if rank else first).step(first.batch(rank, 1))
+    assert (first.all, other.all) == held
+    go_on(rank, first, other)
+
+
 def an_error_in_the_update(way: type[Way], rank: int, _: Path) -> None:
     """Some owners have updated theirs."""
     training, _ = two(way)
@@ -191,16 +202,42 @@ def memory_formats(way: type[Way], rank: int, _: Path) -> None:
     go_on(rank, *two(way, shapes=(Shape(layout="other"), Shape())))
 
 
+def an_update_in_inference_mode(way: type[Way], rank: int, _: Path) -> None:
+    """Plans keep memory, which must be usable outside of it, as that of optimizers would not be."""
+    disturbed, straight = (way(shape=Shape(momentum=0.0)) for _ in range(2))
+    for each in (disturbed, straight):
+        each.backward(each.batch(rank, 0))
+        with torch.inference_mode(each is disturbed):
+            each.update()
+    go_on(rank, disturbed, straight)
+
+
 # Pipelines and states
 
 
 def another_pipeline(way: type[Way], rank: int, folder: Path) -> None:
-    """As a training that begins with it, from these parameters."""
-    changed, fresh = two(way)[0], way(way.plain)
-    changed.set_sync(way.plain)
-    changed.save(folder)
-    fresh.load(folder)
-    go_on(rank, changed, fresh)
+    """As a training that begins with it, from these parameters; and back."""
+    changed, _ = two(way)
+    for text in (way.plain, way.text):
+        fresh = way(text)
+        changed.set_sync(text)
+        changed.save(folder)
+        fresh.load(folder)
+        go_on(rank, changed, fresh)
+
+
+def states_of_other_steps(way: type[Way], rank: int, _: Path) -> None:
+    disturbed, straight = two(way, text=way.counted)
+    earlier = disturbed.state
+    for each in (disturbed, straight):
+        each.step(each.batch(rank, 1))
+    later, held = disturbed.state, disturbed.all
+    for states in ((earlier, later), (later, earlier)):
+        with pytest.raises(RankMismatchError, match="disagree about state"):
+            disturbed.set_state(states[rank % 2])
+        assert disturbed.all == held
+    disturbed.set_state(later)
+    go_on(rank, disturbed, straight)
 
 
 def reset(way: type[Way], rank: int, folder: Path) -> None:
@@ -276,6 +313,7 @@ EVENTS: dict[str, Event] = {
     "a failure at each point": a_failure_at_each_point,
     "an error of all ranks in forward": an_error_of_all_ranks("forward"),
     "an error of all ranks in backward": an_error_of_all_ranks("middle"),
+    "another order on a rank": another_order_on_a_rank,
     "an error in the update": an_error_in_the_update,
     "accumulation": accumulation,
     "a gradient that is not finite": a_gradient_that_is_not_finite,
@@ -283,6 +321,8 @@ EVENTS: dict[str, Event] = {
     "frozen leaves": frozen_leaves,
     "memory formats": memory_formats,
     "another pipeline": another_pipeline,
+    "an update in inference mode": an_update_in_inference_mode,
+    "states of other steps": states_of_other_steps,
     "reset": reset,
     "a checkpoint": a_checkpoint,
     "a checkpoint of another way in": a_checkpoint_of_another_way_in,
