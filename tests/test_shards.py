@@ -476,24 +476,6 @@ ALL_AXES = {
 }
 
 
-@on_ranks(2, pytest.param(4, marks=pytest.mark.thorough))
-def test_a_checkpoint_resumes_to_the_bit(rank: int, tmp_path: Path) -> None:
-    mesh = meshes(dist.get_world_size() // 2, 2)
-    results: list[Tensor] = []
-    for resumes in (False, True):
-        model = sharded(mesh["shard"])
-        handle = compress(model, mesh, **ALL_AXES)
-        optimizer = torch.optim.AdamW(model.parameters())
-        if resumes:
-            load(tmp_path, model, optimizer, sync=handle)
-        else:
-            train(model, batches(3), optimizer=optimizer)
-            save(tmp_path, model, optimizer, sync=handle)
-        train(model, batches(3, seed=11), optimizer=optimizer)
-        results.append(local(model))
-    assert torch.equal(*results)
-
-
 @on_ranks(2)
 def test_other_pipelines_begin_anew_where_it_is_asked_for(rank: int, tmp_path: Path) -> None:
     mesh = meshes(1, 2)
@@ -603,18 +585,6 @@ def test_an_error_of_one_rank_before_training_is_one_on_all_axes(rank: int) -> N
             attempt()
     with pytest.raises(RankMismatchError, match="rank 2: two_shot; rank 3: bf16" if rank > 1 else "rank [23]: .*ranks"):
         compress(sharded(mesh["shard"]), mesh, gradients="bf16(two_shot)" if rank == 3 else "two_shot")
-
-
-@pytest.mark.thorough
-@on_ranks(4)
-def test_replicas_that_set_another_counter_are_told_so_on_all_ranks(rank: int) -> None:
-    mesh = meshes(2, 2)
-    handle = compress(sharded(mesh), mesh, gradients="quantize(two_shot, rounding='stochastic')")
-    before = fnddp.state_dict(handle.sync_state)
-    later = {key: value + (1 + rank // 2) * key.startswith("replicated") for key, value in before.items()}
-    with pytest.raises(RankMismatchError, match="ranks disagree about state"):
-        handle.sync_state = fnddp.load_state_dict(handle.sync_state, later)
-    assert fnddp.state_dict(handle.sync_state) == before
 
 
 @pytest.mark.thorough

@@ -234,7 +234,7 @@ def states_of_other_steps(way: type[Way], rank: int, _: Path) -> None:
     later, held = disturbed.state, disturbed.all
     for states in ((earlier, later), (later, earlier)):
         with pytest.raises(RankMismatchError, match="disagree about state"):
-            disturbed.set_state(states[rank % 2])
+            disturbed.set_state(states[2 * rank // way.ranks])
         assert disturbed.all == held
     disturbed.set_state(later)
     go_on(rank, disturbed, straight)
