@@ -207,13 +207,10 @@ def test_ranks_that_set_another_pipeline_each(rank: int) -> None:
 
 # Ranks that fail and go on
 
-SCHEDULES: dict[str, dict[int, dict[int, Any]]] = {
-    "at once": {0: {0: fails}},  # before the order of arrival is known
-    "two in a row": {2: {1: fails}, 3: {1: fails}},
-    "two in a row, by turns": {2: {1: fails}, 3: {0: fails}},
-    "several": {1: {0: fails, 1: fails}, 2: {1: fails}, 4: {0: fails, 1: fails}},
-}
-STEPS = 7
+Schedule = dict[int, dict[int, Any]]  # by step and rank
+FAILURES: Schedule = {0: {0: fails}, 2: {1: fails}, 3: {1: fails}, 4: {0: fails}, 6: {0: fails, 1: fails}}
+"""Before the order of arrival is known, in a row on one rank and by turns, and on several at once."""
+STEPS = 8
 
 
 def expected_error(rank: int, troubles: dict[int, Any]) -> Any:
@@ -244,19 +241,22 @@ def check_recovery(rank: int, text: str, schedule: dict[int, dict[int, Any]]) ->
     assert straight.all == training.all
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+TWO_KINDS: list[Schedule] = [{2: {1: not_a_number}, 3: {0: fails}}, {2: {1: fails}, 3: {0: huge}}]
+
+
 @pytest.mark.parametrize(
-    ("n", "text"),
-    [(2, COMPRESSED), *(pytest.param(3, text, marks=pytest.mark.thorough) for text in (PLAIN, COMPRESSED, CHECKED))],
+    ("n", "text", "schedule"),
+    [
+        (2, COMPRESSED, FAILURES),
+        *(pytest.param(3, text, FAILURES, marks=pytest.mark.thorough) for text in (PLAIN, CHECKED)),
+        *(
+            pytest.param(n, text, schedule, marks=pytest.mark.thorough)
+            for n, text in ((3, CHECKED), (2, CHECKED_FACTORS))
+            for schedule in TWO_KINDS
+        ),
+    ],
 )
-def test_after_errors_in_backward_training_goes_on_as_if_the_steps_had_not_been(gloo, n, text, name):
-    gloo(n, check_recovery, text, SCHEDULES[name], timeout=DEADLINE)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("schedule", [{2: {1: not_a_number}, 3: {0: fails}}, {2: {1: fails}, 3: {0: huge}}])
-@pytest.mark.parametrize(("n", "text"), [(3, CHECKED), (2, CHECKED_FACTORS)])
-def test_training_goes_on_after_failures_of_two_kinds(gloo, n, text, schedule):
+def test_after_failures_training_goes_on_as_if_the_steps_had_not_been(gloo, n, text, schedule):
     gloo(n, check_recovery, text, schedule, timeout=DEADLINE)
 
 
