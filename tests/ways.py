@@ -657,9 +657,12 @@ def attached(name: str) -> type[Attach]:
     is_set_up = (
         name != "post_local_sgd"
     )  # whose engine of parameters is set up in that step, as the wire's own error says
-    cells = Attach.cells | ({} if is_set_up else {"a dead wire": Refuses("the peer is gone")})
+    cells = {**Attach.cells}
+    if not is_set_up:
+        cells["a dead wire"] = Refuses("the peer is gone")
+        cells["another order on a rank"] = Absent("nothing tells two apart that are set up in that step")
     if name == "des_loc":
-        cells |= {"an update in inference mode": Absent("AdamW's own state would be inference tensors")}
+        cells["an update in inference mode"] = Absent("AdamW's own state would be inference tensors")
     counted = OUTER[name].replace("every=1", "every=3")
     of_name = {"text": OUTER[name], "counted": counted, "points": points, "cells": cells}
     return type(f"Attach_{name}", (Attach,), of_name)
