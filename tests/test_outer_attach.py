@@ -529,20 +529,6 @@ def test_one_that_rejoins_keeps_what_it_has_trained_and_one_that_joins_does_not(
 
 
 @on_ranks(2)
-def test_an_attached_model_stays_in_its_process_group(rank: int) -> None:
-    model, optimizer, _ = attached_model("diloco(allreduce, every=2)")
-    train(model, optimizer, rank, range(2))
-    dist.destroy_process_group()
-    for again in (False, True):
-        if again:
-            dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-        with pytest.raises(
-            RuntimeError, match=r"attached in the process group .* of 2 ranks, and now .*attach it again"
-        ):
-            train(model, optimizer, rank, range(2, 3))
-
-
-@on_ranks(2)
 def test_no_outer_step_on_one_rank_is_an_error_on_all(rank: int) -> None:
     model = make_model()
     kind, message = RankMismatchError, "failed with TypeError: outer.attach: outer=3"

@@ -23,7 +23,7 @@ from fnddp.wire.c10d import C10d
 from fnddp.wire.counter import WireCounter
 from tests.models import assert_equal_on_ranks
 from tests.ranks import on_ranks
-from tests.sharded import Net, loss, meshes, sharded
+from tests.sharded import Net, loss, meshes, sharded, whole
 from tests.ways import Trap, failing
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -55,10 +55,6 @@ def in_rings(names: Iterable[str], first: set[str]) -> list[Any]:
 
 def workers() -> Any:
     return meshes(2, 2, names="worker shard")
-
-
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in model.named_parameters()}
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, steps: range) -> list[float]:

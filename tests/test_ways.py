@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def another_order_on_a_rank(way: type[Way], rank: int, _: Path) -> None:
     """Of two trainings, whose messages have one size, so that those of one would be taken for the other's."""
     first, other = two(way)
     held = first.all, other.all
-    with pytest.raises(RankMismatchError, match=r"this rank is number \d of those"):
+    with pytest.raises(RankMismatchError, match=r"this rank is number \d+ of those"):
         (other if rank else first).step(first.batch(rank, 1))
     assert (first.all, other.all) == held
     go_on(rank, first, other)
@@ -234,7 +235,7 @@ def states_of_other_steps(way: type[Way], rank: int, _: Path) -> None:
     later, held = disturbed.state, disturbed.all
     for states in ((earlier, later), (later, earlier)):
         with pytest.raises(RankMismatchError, match="disagree about state"):
-            disturbed.set_state(states[2 * rank // way.ranks])
+            disturbed.set_state(states[rank % 2])
         assert disturbed.all == held
     disturbed.set_state(later)
     go_on(rank, disturbed, straight)
@@ -461,3 +462,23 @@ def check_refusal_within(rank: int) -> None:
 
 def test_a_step_of_replicas_that_cannot_begin_at_a_gradient_raises(gloo: Any) -> None:
     gloo(2, check_refusal_within)
+
+
+def check_another_process_group(rank: int, name: str) -> None:
+    training = two(WAYS[name])[0]
+    late = training.model(training.batch(rank, 1))
+    dist.destroy_process_group()
+    other = partial(dist.init_process_group, "gloo", rank=0, world_size=1, store=dist.HashStore())
+    fix = "(wrap the module again|register the pipeline|attach it again)"
+    for set_up in (lambda: None, other):
+        set_up()
+        with pytest.raises(RuntimeError, match=rf"in the process group .* of 2 ranks, and now it runs .*{fix}"):
+            training.step(training.batch(rank, 1))
+    if name != "diloco":  # whose backward is torch's
+        with pytest.raises(RuntimeError, match="of 2 ranks, and now it runs in"):
+            late.backward()
+
+
+@pytest.mark.parametrize("name", ["module", "register", "own", "diloco"])
+def test_another_process_group_than_at_set_up_is_an_error(gloo: Any, name: str) -> None:
+    gloo(2, check_another_process_group, name)
