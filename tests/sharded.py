@@ -102,3 +102,7 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
     for module in modules:
         module.reshard()
     return weights
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in model.named_parameters()}

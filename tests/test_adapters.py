@@ -6,7 +6,6 @@ the others do not is in its own file.
 
 import io
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -87,13 +86,12 @@ class Wrapped:
     def state(self, state: Any) -> None:
         self.holder.sync_state = state
 
-    def step(self, *batches: Grads, weight: float | None = None) -> dict[str, Tensor | None]:
+    def step(self, *batches: Grads) -> dict[str, Tensor | None]:
         self.model.zero_grad()
         for grads in batches[:-1]:
             with self.model.no_sync():
                 self.model(grads).backward()
-        with nullcontext() if weight is None else self.model.weight(weight):
-            self.model(batches[-1]).backward()
+        self.model(batches[-1]).backward()
         return {name: p.grad for name, p in self.model.module.named_parameters()}
 
 
@@ -135,8 +133,8 @@ class ByJit(Functional):
     def made(self, sync: Sync) -> Any:
         return fnddp.jit(sync)
 
-    def step(self, *batches: Grads, weight: float | None = None) -> dict[str, Tensor | None]:
-        mean, self.state = self.run(self.laid_out(filled(*batches)), self.state, weight=weight)
+    def step(self, *batches: Grads) -> dict[str, Tensor | None]:
+        mean, self.state = self.run(self.laid_out(filled(*batches)), self.state)
         return mean
 
 
@@ -174,9 +172,9 @@ class Checked:
         self.adapter = ADAPTERS[adapter](self.sync)
         self.state = self.sync.init(filled())
 
-    def step(self, *batches: Grads, **weight: float) -> dict[str, Tensor | None]:
-        got = self.adapter.step(*batches, **weight)  # first: a module whose backward failed reports it in forward
-        want, self.state = self.sync(filled(*batches), self.state, **weight)
+    def step(self, *batches: Grads) -> dict[str, Tensor | None]:
+        got = self.adapter.step(*batches)  # first: a module whose backward failed reports it in forward
+        want, self.state = self.sync(filled(*batches), self.state)
         for name, mean in want.items():
             is_none = mean is None
             if self.adapter.keeps_unused and mean is not None and not mean.any():  # but for what memory has left
@@ -243,24 +241,6 @@ def check_resuming(rank: int, adapter: str, text: str) -> None:
 @every(WITH_STATE)  # whose states are the module's
 def test_a_state_is_saved_and_set(gloo, adapter, text):
     run(2, adapter, gloo, check_resuming, text)
-
-
-WEIGHTS: list[list[float]] = [[3, 1], [0, 2], [1, 0.5], [2, 0]]  # by step and rank
-
-
-def check_weights(rank: int, adapter: str, text: str) -> None:
-    checked = Checked(adapter, f"weighted({text})")
-    for step, weights in enumerate(WEIGHTS):
-        factor = float("nan") if weights[rank] == 0 else 1.0  # a mean over no samples is not a number
-        grads = {name: factor * grad for name, grad in gradients(rank, step).items()}
-        mean = checked.step(grads, weight=weights[rank])
-        assert all(each is None or each.isfinite().all() for each in mean.values())
-
-
-@pytest.mark.parametrize("text", PIPELINES.values(), ids=PIPELINES)
-@pytest.mark.parametrize("adapter", ["module", "jit"])
-def test_weights_change_from_step_to_step(adapter, text):
-    run_threads(2, check_weights, adapter, text)
 
 
 @pytest.mark.thorough

@@ -19,6 +19,7 @@ from fnddp.integrations.checkpoint import async_save, load, save
 from fnddp.laws import bits
 from tests.peers import everyones, parameters_of, residual
 from tests.ranks import on_ranks
+from tests.ways import WAYS
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
 
@@ -94,15 +95,16 @@ def test_a_run_resumes_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
     assert not torch.equal(*everyones(whole.residual))
 
 
-@pytest.mark.parametrize("kind", ["module", "register"])
+@pytest.mark.parametrize("kind", ["module", "register", "own"])
 @pytest.mark.parametrize("has_gradients", [False, True])
 @on_ranks(2)
 def test_a_checkpoint_before_the_first_step_changes_nothing(
     rank: int, kind: str, has_gradients: bool, tmp_path: Path
 ) -> None:
     """torch fills an optimizer's state by a step of length zero, which would count: Adam's next would be its second."""
-    undisturbed, saving = Run(kind).train(0, 3), Run(kind)
-    new, resumed = Run(kind, seed=2), Run(kind, seed=1).train(0, 1)
+    sync = "error_feedback(quantize(two_shot, bits=4))" if kind == "own" else SYNC
+    undisturbed, saving = Run(kind, sync).train(0, 3), Run(kind, sync)
+    new, resumed = Run(kind, sync, seed=2), Run(kind, sync, seed=1).train(0, 1)
     steps: list[Any] = []
     for run in (saving, new, resumed):
         run.optimizer.register_step_post_hook(lambda *given: steps.append(given))
@@ -388,31 +390,14 @@ def test_a_scheduler_in_more_is_written_to(rank: int, tmp_path: Path):
 
 
 @on_ranks(2)
-def test_workers_of_an_outer_step_save_each_its_own(rank: int, tmp_path: Path) -> None:
+def test_workers_of_an_outer_step_do_not_save_together(rank: int, tmp_path: Path) -> None:
     """Their parameters differ, of which one checkpoint of all would have some of one and some of another."""
-
-    def made() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-        return net, optimizer, fnddp.outer.attach(net, optimizer, fnddp.outer.diloco(allreduce, every=4))
-
-    net, optimizer, attached = made()
-    for _ in range(6):
-        optimizer.zero_grad()
-        net(torch.ones(2, 6) * (rank + 1)).square().mean().backward()
-        optimizer.step()
-    before = parameters_of(net).clone()
-    assert not torch.equal(*everyones(before))
+    training = WAYS["diloco"]()
+    training.step(training.batch(rank, 0))
     for use in (save, async_save, load):
         with pytest.raises(ValueError, match=rf"ranks \[{1 - rank}\] are other workers of diloco"):
-            use(tmp_path / "all", net, optimizer, sync=attached)
-    alone: Any = dist.new_subgroups(1)[0]
-    save(tmp_path / f"{rank}", net, optimizer, sync=attached, group=alone)
-    again = made()
-    load(tmp_path / f"{rank}", *again[:2], sync=again[2], group=alone)
-    assert torch.equal(parameters_of(again[0]), before)
-    for each in (attached, again[2]):
-        each.detach()
+            use(tmp_path, training.model, training.optimizer, sync=training.keeper)
+    training.end()
 
 
 @on_ranks(2)

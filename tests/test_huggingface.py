@@ -286,18 +286,10 @@ def test_local_sgd_of_accelerate_warns_that_no_pipeline_runs(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_file_that_one_rank_lacks_is_an_error_on_both_and_a_folder_without_any_is_told_of(
-    rank: int, tmp_path: Path
-) -> None:
+def test_a_folder_without_any_file_is_told_of(rank: int, tmp_path: Path) -> None:
     with accelerated(rank):
         with_accelerate(SYNC, 1, save=str(tmp_path))
-        if rank == 1:
-            (tmp_path / "fnddp-rank1.pt").unlink()
-        torch.distributed.barrier()
-        with pytest.raises(FileNotFoundError if rank else fnddp.RankMismatchError, match="there is no fnddp-rank1.pt"):
-            with_accelerate(SYNC, 1, load=str(tmp_path))
-        torch.distributed.barrier()
-        (tmp_path / f"fnddp-rank{rank}.pt").unlink(missing_ok=True)
+        (tmp_path / f"fnddp-rank{rank}.pt").unlink()
         torch.distributed.barrier()
         case, name = unittest.TestCase(), "fnddp.integrations.huggingface"
         with case.assertLogs(name) if rank == 0 else case.assertNoLogs(name) as logged:

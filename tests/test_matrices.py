@@ -19,6 +19,7 @@ from fnddp.core import collectives
 from fnddp.core.codec import encode
 from fnddp.integrations.checkpoint import async_save, load, save
 from fnddp.integrations.fsdp import Matrices, compress_shards, matrices, own_matrices
+from fnddp.laws import gather
 from tests.ranks import on_ranks
 from tests.sharded import meshes
 
@@ -101,8 +102,7 @@ def test_another_optimizer_has_one_message(rank: int):
     for each in (owned, everywhere):
         for step in range(3):
             each.step(rank, step)
-    for got, want in zip(owned.weights(), everywhere.weights(), strict=True):
-        assert torch.equal(got, want)
+    assert all(map(torch.equal, owned.weights(), everywhere.weights()))
 
 
 @pytest.mark.parametrize("cap", [None, APART], ids=["one message", "a message each"])
@@ -116,30 +116,20 @@ def test_weights_are_those_of_muon_on_whole_matrices(rank: int, shape: tuple[int
         sharded.step(rank, step)
     for got, want in zip(sharded.weights(), reference(rank, 4), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0 if dist.get_world_size() < 4 else 1e-4)
-    sizes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes, sum(v.numel() for s in sharded.muon.state.values() for v in s.values()))
+    sizes = gather(sum(v.numel() for s in sharded.muon.state.values() for v in s.values()))
     whole = sum(p.numel() for p in net().parameters() if p.ndim == 2)
     assert sum(sizes) == whole * (2 if shape else 1)  # a replica has all of it
 
 
 @on_ranks(2)
-def test_few_bits_both_ways_and_a_checkpoint(rank: int):
+def test_few_bits_both_ways(rank: int):
     sharded, apart = Sharded(*FEW_BITS), Sharded(*FEW_BITS, bucket_cap_mb=APART)
     for step in range(3):
         sharded.step(rank, step)
         apart.step(rank, step)
-    for got, want in zip(apart.weights(), sharded.weights(), strict=True):
-        assert torch.equal(got, want)
-    saved = sharded.net.state_dict(), sharded.matrices.optimizer_state_dict()
-    again = Sharded(*FEW_BITS)
-    again.net.load_state_dict({name: p.clone() for name, p in saved[0].items()})
-    again.matrices.load_optimizer_state_dict(saved[1])
-    for each in (sharded, again):
-        each.step(rank, 3)
-    for got, want in zip(again.weights(), sharded.weights(), strict=True):
-        assert torch.equal(got, want)
-    for got, want in zip(sharded.weights(), reference(rank, 4), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0.08)  # four steps of 0.02, whose signs may differ
+    assert all(map(torch.equal, apart.weights(), sharded.weights()))
+    for got, want in zip(sharded.weights(), reference(rank, 3), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0.06)  # three steps of 0.02, whose signs may differ
 
 
 @on_ranks(2)
@@ -186,14 +176,12 @@ def test_the_optimizers_own_methods_save_and_load_what_a_rank_owns(rank: int):
         sharded.step(rank, step)
     again.net.load_state_dict({name: p.clone() for name, p in sharded.net.state_dict().items()})
     again.muon.load_state_dict(copy.deepcopy(sharded.muon.state_dict()))  # torch shares what it loads
-    states: list[Any] = [None, None]
-    dist.all_gather_object(states, sharded.muon.state_dict())
+    states = gather(sharded.muon.state_dict())
     with pytest.raises(ValueError, match=r"^own_matrices: this state of Muon is that of the leaves '"):
         sharded.muon.load_state_dict(states[1 - rank])
     for each in (sharded, again):
         each.step(rank, 2)
-    for got, want in zip(again.weights(), sharded.weights(), strict=True):
-        assert torch.equal(got, want)
+    assert all(map(torch.equal, again.weights(), sharded.weights()))
 
 
 @on_ranks(2)
@@ -205,8 +193,7 @@ def test_random_numbers_of_a_run_that_is_resumed_go_on(rank: int):
     again.matrices.load_optimizer_state_dict(sharded.matrices.optimizer_state_dict())
     for each in (sharded, again):
         each.step(rank, 2)
-    for got, want in zip(again.weights(), sharded.weights(), strict=True):
-        assert torch.equal(got, want)
+    assert all(map(torch.equal, again.weights(), sharded.weights()))
 
 
 class Noted(torch.optim.Muon):
@@ -275,7 +262,7 @@ def test_an_error_of_an_owner_is_one_on_all_ranks(rank: int, fails_at: int):
         sharded.muon.step()
     with pytest.raises(RuntimeError, match="two steps and no checkpoint"):
         sharded.matrices.optimizer_state_dict()
-    assert all(torch.equal(got, want) for got, want in zip(sharded.weights(), before, strict=True))
+    assert all(map(torch.equal, sharded.weights(), before))
     assert all(p.grad is not None for p in sharded.muon.param_groups[0]["params"])  # shards again
 
 
@@ -305,8 +292,7 @@ def test_gradients_that_a_rank_lacks_are_an_error_on_all_ranks(rank: int):
         sharded.muon.step()
     sharded.net[0].weight.grad = grad
     sharded.muon.step()
-    for got, want in zip(sharded.weights(), reference(rank, 2), strict=True):
-        assert torch.equal(got, want)
+    assert all(map(torch.equal, sharded.weights(), reference(rank, 2)))
 
 
 @on_ranks(2)
@@ -325,8 +311,7 @@ def test_a_state_of_shards_goes_to_the_owners(rank: int):
         (wrapped(batch(rank, step)) - 1).square().mean().backward()
         muon.step()
         model.zero_grad()
-    for got, want in zip(sharded.weights(), model.parameters(), strict=True):
-        assert torch.equal(got, want)
+    assert all(map(torch.equal, sharded.weights(), model.parameters()))
     other = Sharded(wraps=False)
     if rank == 1:
         other.muon.state[other.net[0].weight]["momentum_buffer"] = torch.zeros(6, 9)
@@ -390,7 +375,7 @@ def test_an_error_of_a_codec_is_one_on_all_ranks(rank: int, hop: str):
         patched.setattr(matrices, "encode", failing)
         with pytest.raises(ZeroDivisionError if rank == 1 else StepFailedError, match="of a codec|restart"):
             sharded.muon.step()
-    assert all(torch.equal(got, want) for got, want in zip(sharded.weights(), before, strict=True))
+    assert all(map(torch.equal, sharded.weights(), before))
     with pytest.raises(RuntimeError, match="an earlier step failed"):
         sharded.muon.step()
 
@@ -407,8 +392,7 @@ def test_weights_that_are_swapped_for_an_evaluation_and_back_leave_no_trace(rank
         halves = sharded.matrices.optimizer_state_dict()["weights"]
         assert torch.equal(halves["0.weight"], sharded.net[0].weight.full_tensor())
         sharded.net.load_state_dict(held)
-    for got, want in zip(sharded.weights(), undisturbed.weights(), strict=True):
-        assert torch.equal(got, want)
+    assert all(map(torch.equal, sharded.weights(), undisturbed.weights()))
 
 
 @on_ranks(2)
@@ -435,7 +419,7 @@ def test_what_own_refuses_is_refused_for_matrices(rank: int, tmp_path: Path):
     for use in (sharded.muon.step, sharded.matrices.optimizer_state_dict):
         with pytest.raises(RuntimeError, match=r"own_matrices: Muon has got a parameter of shape \(3, 3\)"):
             use()
-    assert all(torch.equal(got, want) for got, want in zip(sharded.weights(), before, strict=True))
+    assert all(map(torch.equal, sharded.weights(), before))
 
 
 @on_ranks(2)
@@ -453,8 +437,7 @@ def test_a_state_of_shards_loads_by_name(rank: int):
     owned.matrices.load_optimizer_state_dict(get_optimizer_state_dict(whole.net, whole.muon))
     for each in (whole, owned):
         each.step(rank, 2)
-    for got, want in zip(owned.weights(), whole.weights(), strict=True):
-        assert torch.equal(got, want)
+    assert all(map(torch.equal, owned.weights(), whole.weights()))
     torchs = Sharded()
     saved = copy.deepcopy(muon_of(torchs.net).state_dict())
     saved["state"] = {i: {"momentum_buffer": p.detach()} for i, p in enumerate(torchs.muon.param_groups[0]["params"])}
@@ -473,8 +456,7 @@ def test_ranks_that_step_optimizers_in_another_order_are_told_before_anything_ch
     before = sharded.weights()
     with pytest.raises(RuntimeError, match="step another optimizer"):
         (second if rank else first).step()
-    assert all(torch.equal(got, want) for got, want in zip(sharded.weights(), before, strict=True))
+    assert all(map(torch.equal, sharded.weights(), before))
     for each in (first, second):
         each.step()
-    for got, want in zip(sharded.weights(), reference(rank, 1), strict=True):
-        assert torch.equal(got, want)
+    assert all(map(torch.equal, sharded.weights(), reference(rank, 1)))

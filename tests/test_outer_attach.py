@@ -529,35 +529,6 @@ def test_one_that_rejoins_keeps_what_it_has_trained_and_one_that_joins_does_not(
 
 
 @on_ranks(2)
-def test_an_attached_model_stays_in_its_process_group(rank: int) -> None:
-    model, optimizer, _ = attached_model("diloco(allreduce, every=2)")
-    train(model, optimizer, rank, range(2))
-    dist.destroy_process_group()
-    for again in (False, True):
-        if again:
-            dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-        with pytest.raises(
-            RuntimeError, match=r"attached in the process group .* of 2 ranks, and now .*attach it again"
-        ):
-            train(model, optimizer, rank, range(2, 3))
-
-
-@on_ranks(2)
-def test_states_of_other_steps_are_not_set(rank: int) -> None:
-    model, optimizer, attached = attached_model("diloco(allreduce, every=2)")
-    saved: list[Any] = []
-    for step in range(2):
-        saved.append(attached.state_dict())
-        train(model, optimizer, rank, range(step, step + 1))
-    before = bits(attached.state)
-    with pytest.raises(RankMismatchError, match=r"state '.*step': rank 0: .* = 0; rank 1: .* = 1"):
-        attached.load_state_dict(saved[rank])
-    assert bits(attached.state) == before
-    attached.load_state_dict(saved[0])
-    assert attached.state.step == 0
-
-
-@on_ranks(2)
 def test_no_outer_step_on_one_rank_is_an_error_on_all(rank: int) -> None:
     model = make_model()
     kind, message = RankMismatchError, "failed with TypeError: outer.attach: outer=3"
@@ -565,19 +536,6 @@ def test_no_outer_step_on_one_rank_is_an_error_on_all(rank: int) -> None:
         kind, message = TypeError, "outer=3 is"
     with pytest.raises(kind, match=message):
         outer.attach(model, SGD(model.parameters()), 3 if rank else outer.local_sgd(every=2))
-
-
-@pytest.mark.parametrize("step", ["local_sgd(every=1)", "diloco(allreduce, every=1)"])
-@on_ranks(2)
-def test_a_step_in_inference_mode(rank: int, step: str) -> None:
-    models = [attached_model(step) for _ in range(2)]
-    for i in range(3):
-        for infers, (model, optimizer, _) in zip((False, i == 0), models, strict=True):
-            optimizer.zero_grad()
-            model(torch.ones(5, 6) + rank).square().mean().backward()
-            with torch.inference_mode(infers):
-                optimizer.step()
-    assert bits(parameters(models[0][0])) == bits(parameters(models[1][0]))
 
 
 @on_ranks(3)

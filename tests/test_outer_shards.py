@@ -1,6 +1,7 @@
 """Outer steps between workers that FSDP2 has sharded: as between workers of one process, to the bit."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from fnddp.laws import bits
 from fnddp.run.vote import StepFailedError
 from fnddp.wire.c10d import C10d
 from fnddp.wire.counter import WireCounter
+from tests.models import assert_equal_on_ranks
 from tests.ranks import on_ranks
-from tests.sharded import Net, loss, meshes, sharded
+from tests.sharded import Net, loss, meshes, sharded, whole
+from tests.ways import Trap, failing
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.01, foreach=False)
@@ -52,10 +55,6 @@ def in_rings(names: Iterable[str], first: set[str]) -> list[Any]:
 
 def workers() -> Any:
     return meshes(2, 2, names="worker shard")
-
-
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in model.named_parameters()}
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, steps: range) -> list[float]:
@@ -117,39 +116,23 @@ def test_codecs_and_their_memory_are_those_of_a_shard(rank: int, name: str):
     assert any(each.count_nonzero() for each in attached.state.inner.residual.values())
 
 
-class Trouble(Exception):
-    pass
-
-
-class Troubled(C10d):
-    has_trouble = False
-
-    def start(self, *given: Any, **options: Any) -> Any:
-        if self.has_trouble:
-            self.has_trouble = False
-            raise Trouble("on the wire")
-        return super().start(*given, **options)
-
-
 @pytest.mark.parametrize("delay", [0, 1])
 @on_ranks(4)
 def test_an_exchange_that_fails_on_one_rank_fails_on_all_of_all_workers_and_writes_on_none(rank: int, delay: int):
-    mesh, worker, wire = workers(), rank // 2, Troubled()
+    mesh, worker = workers(), rank // 2
     model = sharded(mesh["shard"])
     optimizer = SGD(model.parameters())
     step = outer.parse(f"streaming_diloco(allreduce, every=3, fragments=1, delay={delay})")
-    attached = outer.attach(model, optimizer, step, group=mesh["worker"], wire=wire)
+    attached = outer.attach(model, optimizer, step, group=mesh["worker"])
     train(model, optimizer, worker, range(2))
-    wire.has_trouble = rank == 2
-    train(model, optimizer, worker, range(2, 2 + delay))
-    state = bits(attached.state)
-    with pytest.raises(Trouble if rank == 2 else StepFailedError, match="on the wire"):
-        train(model, optimizer, worker, range(2 + delay, 3 + delay))
+    with failing(C10d, "start") if rank == 2 else nullcontext():
+        train(model, optimizer, worker, range(2, 2 + delay))
+        state = bits(attached.state)
+        with pytest.raises(Trap if rank == 2 else StepFailedError, match="at start"):
+            train(model, optimizer, worker, range(2 + delay, 3 + delay))
     assert bits(attached.state) == state
     train(model, optimizer, worker, range(3 + delay, 4 + delay))
-    everyone: list[Any] = [None] * 4
-    dist.all_gather_object(everyone, bits(whole(model)))
-    assert everyone[0] == everyone[1] == everyone[2] == everyone[3]
+    assert_equal_on_ranks(whole(model))
 
 
 @on_ranks(4)

@@ -125,41 +125,6 @@ def test_several_optimizers_skip_one_step_together(rank: int, way: str) -> None:
         assert changed == [step != 1] * 2
 
 
-PIPELINES = [
-    "error_feedback(powersgd(bf16(allreduce), rank=4))",
-    "error_feedback(bucketize(quantize(two_shot, bits=4)))",
-    "ef21(topk(allgather, ratio=0.1))",
-    "shared_momentum(sign(two_shot))",
-]
-
-
-@pytest.mark.parametrize("way", ["module", "register"])
-@pytest.mark.parametrize("text", one_of(2, PIPELINES))
-@on_ranks(2)
-def test_a_loss_scaler_skips_one_step(rank: int, text: str, way: str) -> None:
-    """As with plain DDP; without it, every step after the first that overflowed."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
-    if way == "module":
-        model: Any = fnddp.DistributedDataParallel(net, sync=text)
-    else:
-        model = DistributedDataParallel(net)
-        handle = fnddp.register(model, text)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-2), torch.amp.GradScaler("cpu")
-    skipped = 0
-    for step in range(STEPS):
-        factor = math.inf if step == 2 and rank == 1 else 1.0
-        scaler.scale(model(torch.randn(8, 64)).square().mean() * factor).backward()
-        before = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        skipped += scaler.get_scale() < before
-    assert skipped == 1
-    state = model.sync_state if way == "module" else handle.sync_state
-    assert all(part.isfinite().all() for part in memory(state).values())
-
-
 @pytest.mark.parametrize("found", [True, False])
 def test_small_parts_are_chosen_to_the_bit(found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an accelerator does, for which a list of tensors is one operation."""

@@ -22,12 +22,7 @@ from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
 from fnddp.laws import bits
 from tests.peers import everyones
 from tests.ranks import on_ranks
-from tests.sharded import Net, batches, gathered, local, loss, meshes, sharded, switched_off, train
-
-
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    parameters: Any = model.named_parameters()
-    return {name: p.full_tensor().detach() for name, p in parameters}
+from tests.sharded import Net, batches, gathered, local, loss, meshes, sharded, switched_off, train, whole
 
 
 def whole_grads(model: nn.Module) -> dict[str, Tensor]:
@@ -474,24 +469,6 @@ ALL_AXES = {
     "weights": "quantize(allgather)",
     "replicas": "error_feedback(powersgd(bf16(allreduce), rank=1))",
 }
-
-
-@on_ranks(2, pytest.param(4, marks=pytest.mark.thorough))
-def test_a_checkpoint_resumes_to_the_bit(rank: int, tmp_path: Path) -> None:
-    mesh = meshes(dist.get_world_size() // 2, 2)
-    results: list[Tensor] = []
-    for resumes in (False, True):
-        model = sharded(mesh["shard"])
-        handle = compress(model, mesh, **ALL_AXES)
-        optimizer = torch.optim.AdamW(model.parameters())
-        if resumes:
-            load(tmp_path, model, optimizer, sync=handle)
-        else:
-            train(model, batches(3), optimizer=optimizer)
-            save(tmp_path, model, optimizer, sync=handle)
-        train(model, batches(3, seed=11), optimizer=optimizer)
-        results.append(local(model))
-    assert torch.equal(*results)
 
 
 @on_ranks(2)

@@ -11,13 +11,15 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from fnddp import CollectiveError, StepFailedError
+from fnddp import CollectiveError, RankMismatchError, StepFailedError
 from fnddp.adapters.module.steps import Steps
 from fnddp.integrations.fsdp.reductions import Reduction
 from fnddp.laws import bits
@@ -195,16 +197,43 @@ def memory_formats(way: type[Way], rank: int, _: Path) -> Any:
     return go_on(rank, *two(way, shapes=(Shape(layout="other"), Shape())))
 
 
+def an_update_in_inference_mode(way: type[Way], rank: int, _: Path) -> Any:
+    """Plans keep memory, which must be usable outside of it, as that of optimizers would not be."""
+    disturbed, straight = (way(shape=Shape(momentum=0.0)) for _ in range(2))
+    for each in (disturbed, straight):
+        each.backward(each.batch(rank, 0))
+        with torch.inference_mode(each is disturbed):
+            each.update()
+    return go_on(rank, disturbed, straight)
+
+
 # Pipelines and states
 
 
 def another_pipeline(way: type[Way], rank: int, folder: Path) -> Any:
-    """As a training that begins with it, from these parameters."""
-    changed, fresh = two(way)[0], way(way.plain)
-    changed.set_sync(way.plain)
-    changed.save(folder)
-    fresh.load(folder)
-    return go_on(rank, changed, fresh)
+    """As a training that begins with it, from these parameters; and back."""
+    changed, found = two(way)[0], []
+    for text in (way.plain, way.text):
+        fresh = way(text)
+        changed.set_sync(text)
+        changed.save(folder)
+        fresh.load(folder)
+        found += go_on(rank, changed, fresh)
+    return found
+
+
+def states_of_other_steps(way: type[Way], rank: int, _: Path) -> Any:
+    disturbed, straight = two(way, text=way.counted)
+    earlier = disturbed.state
+    for each in (disturbed, straight):
+        each.step(each.batch(rank, 1))
+    later, held = disturbed.state, disturbed.all
+    for states in ((earlier, later), (later, earlier)):
+        with pytest.raises(RankMismatchError, match="disagree about state"):
+            disturbed.set_state(states[rank % 2])
+        assert disturbed.all == held
+    disturbed.set_state(later)
+    return go_on(rank, disturbed, straight)
 
 
 def reset(way: type[Way], rank: int, folder: Path) -> Any:
@@ -287,6 +316,8 @@ EVENTS: dict[str, Event] = {
     "frozen leaves": frozen_leaves,
     "memory formats": memory_formats,
     "another pipeline": another_pipeline,
+    "an update in inference mode": an_update_in_inference_mode,
+    "states of other steps": states_of_other_steps,
     "reset": reset,
     "a checkpoint": a_checkpoint,
     "a checkpoint of another way in": a_checkpoint_of_another_way_in,
@@ -427,3 +458,23 @@ def check_refusal_within(rank: int) -> None:
 
 def test_a_step_of_replicas_that_cannot_begin_at_a_gradient_raises(gloo: Any) -> None:
     gloo(2, check_refusal_within)
+
+
+def check_another_process_group(rank: int, name: str) -> None:
+    training = two(WAYS[name])[0]
+    late = training.model(training.batch(rank, 1))
+    dist.destroy_process_group()
+    other = partial(dist.init_process_group, "gloo", rank=0, world_size=1, store=dist.HashStore())
+    fix = "(wrap the module again|register the pipeline|attach it again)"
+    for set_up in (lambda: None, other):
+        set_up()
+        with pytest.raises(RuntimeError, match=rf"in the process group .* of 2 ranks, and now it runs .*{fix}"):
+            training.step(training.batch(rank, 1))
+    if name != "diloco":  # whose backward is torch's
+        with pytest.raises(RuntimeError, match="of 2 ranks, and now it runs in"):
+            late.backward()
+
+
+@pytest.mark.parametrize("name", ["module", "register", "own", "diloco"])
+def test_another_process_group_than_at_set_up_is_an_error(gloo: Any, name: str) -> None:
+    gloo(2, check_another_process_group, name)

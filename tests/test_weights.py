@@ -20,6 +20,7 @@ from tests.ranks import on_ranks
 NAN = float("nan")
 INNER = [
     *("allreduce", "error_feedback(bf16(allreduce))", "powersgd(allreduce, rank=1, min_compression_rate=0)"),
+    "partition({'o*': error_feedback(every(2, powersgd(allreduce))), '*': warmup(bf16(allreduce), steps=2)})",
     *("partition({'own': none, '*': two_shot})", "fp16(allreduce, check=True)"),  # the last one without a plan
 ]
 WEIGHTS: list[tuple[Any, Any]] = [(3, 1), (0, 2.5), (1e300, 1e300), (torch.tensor(2), 0.3), (5, 0)]

@@ -36,7 +36,7 @@ from fnddp.wire.c10d import C10d
 from tests.sharded import meshes
 
 LOSSY = "error_feedback(fp16(allreduce))"
-TWO_HOPS = "error_feedback(quantize(two_shot, bits=4, block=16))"
+TWO_HOPS = "error_feedback(quantize(two_shot, bits=4, block=16, rounding='stochastic'))"
 SMALL = 1e-4  # MiB: several buckets
 
 
@@ -249,7 +249,7 @@ class Way:
 
     Attributes:
         ranks: The number of ranks that it needs.
-        text: Its pipeline; `plain` is one without memory.
+        text: Its pipeline; `plain` is one without memory, and `counted` one that counts steps.
         cells: The cells of the table that are not `SAME`, by event.
         points: Where a rank can fail by itself before the vote, so that all ranks raise and nothing has changed.
         traps: Where an error of the user's in forward or backward ends the step on all ranks, too.
@@ -261,6 +261,7 @@ class Way:
 
     ranks = 2
     text, plain = LOSSY, "allreduce"
+    counted = "error_feedback(warmup(bf16(allreduce), steps=5))"
     cells: Mapping[str, Refuses | Absent | None] = DEFAULT
     points: tuple[Point, ...] = (*on(C10d), *BY_LEAF)
     traps: tuple[str, ...] = ()
@@ -347,6 +348,9 @@ class Way:
         sync = None if self.keeper is self.model else self.keeper
         checkpoint.load(folder, self.model, self.optimizer, sync=sync, **options)
 
+    def set_state(self, state: Any) -> None:
+        self.keeper.sync_state = state
+
     def set_sync(self, text: str) -> None:
         """Continue with another pipeline, from its initial state."""
         self.keeper.sync = fnddp.parse(text)
@@ -391,6 +395,7 @@ class ValueAndGrad(Way):
     traps = "forward", "leaf", "middle"
     cells = DEFAULT | {
         "accumulation": Absent("the caller adds gradients up"),
+        "states of other steps": Absent("the caller has the state"),
         "pickle": Refuses("pickle"),  # of a function within another one
     }
 
@@ -455,6 +460,7 @@ class Jit(ValueAndGrad):
 
 class Owners(Way):
     text, plain = "error_feedback(bf16(two_shot))", "two_shot"
+    counted = TWO_HOPS
     traps = "leaf", "middle"
     cells = DEFAULT | {
         "deepcopy": Refuses("pickle model.module"),
@@ -505,6 +511,7 @@ class Fsdp(Way):
 
 class Shards(Fsdp):
     text, plain = TWO_HOPS, "two_shot"
+    counted = TWO_HOPS
     points = (*on(C10d), *BY_BUFFER)
 
     def make(self) -> None:
@@ -523,6 +530,7 @@ class Replicas(Fsdp):
 class ShardsAndReplicas(Fsdp):
     ranks = 4
     text, plain = TWO_HOPS, "two_shot"
+    counted = TWO_HOPS
     points = (*on(C10d), *BY_BUFFER, Point(Vote, "cast"))
     cells = Shards.cells | {"another pipeline": Absent("as of shards alone")}
 
@@ -548,6 +556,8 @@ class OwnedMatrices(Fsdp):
         "another pipeline": Absent("the hops of an optimizer are for good"),
         "a dead wire": Absent("its messages are torch's, and end the process"),
         "reset": Absent("what owners have of weights is no memory of gradients"),
+        "states of other steps": Absent("it has no state of gradients"),
+        "an update in inference mode": Absent("Muon's own state would be inference tensors"),
     }
 
     def make(self) -> None:
@@ -614,6 +624,9 @@ class Attach(Way):
     def state(self) -> Any:
         return self.keeper.state
 
+    def set_state(self, state: Any) -> None:
+        self.keeper.state = state
+
     def save(self, folder: Path) -> None:
         alone, _ = dist.new_subgroups(1)
         checkpoint.save(folder / str(dist.get_rank()), self.model, self.optimizer, sync=self.keeper, group=alone)
@@ -642,11 +655,14 @@ OUTER = {
 def attached(name: str) -> type[Attach]:
     # Each tree of des_loc has a step of its own, and what comes between them is after a vote.
     points = Attach.points[:1] if name == "des_loc" else Attach.points
-    is_set_up = (
-        name != "post_local_sgd"
-    )  # whose engine of parameters is set up in that step, as the wire's own error says
-    cells = Attach.cells | ({} if is_set_up else {"a dead wire": Refuses("the peer is gone")})
-    return type(f"Attach_{name}", (Attach,), {"text": OUTER[name], "points": points, "cells": cells})
+    cells = {**Attach.cells}
+    if name == "post_local_sgd":  # whose engine of parameters is set up in that step, as the wire's own error says
+        cells["a dead wire"] = Refuses("the peer is gone")
+    if name == "des_loc":
+        cells["an update in inference mode"] = Absent("AdamW's own state would be inference tensors")
+    counted = OUTER[name].replace("every=1", "every=3")
+    of_name = {"text": OUTER[name], "counted": counted, "points": points, "cells": cells}
+    return type(f"Attach_{name}", (Attach,), of_name)
 
 
 # torchft's
@@ -714,6 +730,7 @@ else:
             "a dead wire": SAME,
             "deepcopy": Absent("of a manager there is one"),
             "pickle": Absent("of a manager there is one"),
+            "states of other steps": Absent("a replica sets its own, and gets that of others when it joins"),
         }
         points = (Point(torchft.ManagerWire, "start"), *BY_LEAF)  # after a message nobody knows that it was sent
         wire = torchft.ManagerWire
