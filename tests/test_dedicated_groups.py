@@ -1,5 +1,6 @@
 """Models on process groups of their own, whose backwards come in another order on each rank."""
 
+import copy
 import gc
 import pickle
 import random
@@ -263,6 +264,20 @@ def test_errors_anywhere_in_backwards_through_three_models(rank: int, seed: int)
                 sum(models[i](batch(rank, step), hooks.get(i)).sum() for i in order).backward()
             if not failing:
                 assert_equal_on_ranks(*map(grads_of, models))
+
+
+@on_ranks(2, seconds=SECONDS)
+def test_a_rank_runs_the_forward_of_a_copy_alone_and_all_train_it(rank: int) -> None:
+    model = fnddp.DistributedDataParallel(nn.Linear(4, 4), sync="two_shot")
+    twin = copy.deepcopy(model)
+    if rank == 0:
+        twin(torch.ones(1, 4))  # with gradients on
+    total = torch.ones(256, dtype=torch.int64)
+    dist.all_reduce(total)
+    assert total.tolist() == [2] * 256
+    for each in (twin, model):
+        each(torch.full((1, 4), rank + 1.0)).sum().backward()
+        assert_equal_on_ranks(grads_of(each))
 
 
 @on_ranks(2, seconds=SECONDS)

@@ -9,9 +9,9 @@ from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves
 from fnddp.outer.contract import Exchanges
 from fnddp.plan.draft import Donation
-from fnddp.run.engine import Engine, Engines
+from fnddp.run.engine import Engines
 from fnddp.run.lane import Lane
-from fnddp.run.step import Step
+from fnddp.run.step import Step, require_noticed
 from fnddp.wire.protocol import CollectiveError, Wire
 from fnddp.wire.weights import Weight
 
@@ -46,21 +46,18 @@ class Overlapped(Exchanges):
     @property
     def steps(self) -> int:
         """The number of exchanges that have succeeded."""
-        return sum(engine.steps for engine in self._last_engines())
+        return sum(engines.last.steps for engines in self._engines.values() if engines.last is not None)
 
     def _refuse(self, error: BaseException) -> None:
-        for engine in self._last_engines():
-            engine.broken = error
+        for lane in self._lanes.values():
+            lane.broken = error
 
     broken = property(fset=_refuse, doc="The error after which no exchange begins.")
 
     def require_noticed(self) -> None:
         """Raise a CollectiveError if another rank has failed in an exchange for whose outcome the host did not wait."""
-        for engine in self._last_engines():
-            engine.require_noticed()
-
-    def _last_engines(self) -> list[Engine]:
-        return [engines.last for engines in self._engines.values() if engines.last is not None]
+        for lane in self._lanes.values():
+            require_noticed(lane.notices)
 
     def poll(self) -> None:
         """Advance the open exchange that began first, without waiting. Errors are raised where it ends."""

@@ -224,11 +224,12 @@ class Engine:
     def _begin(self, weight: Weight | None, scale: float) -> Step:
         self.connect()
         program = self._choose()
+        groups = program.groups
         self.step = step = Step(
             program,
             self._parts,
             self._ended,
-            vote=self._vote_of(program),
+            vote=None if groups is None else Vote(self.leaves, program.wire, groups, program.device, self.place),
             weight=weight,
             scale=scale,
             learns_order=self.learns_order,
@@ -310,11 +311,6 @@ class Engine:
             for program in self._programs:
                 program.wire = self._own_wire
             self._is_connected = True
-
-    def _vote_of(self, program: Program) -> Vote | None:
-        if program.groups is None:
-            return None
-        return Vote(self.leaves, program.wire, program.groups, program.device, self.place)
 
     def prepare(self, state: State = None) -> Plan | None:
         """Make the plan for `state`, or the present one, now, not in the first step."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fnddp.device import device_of, require_carried
 from fnddp.wire import control
 from fnddp.wire.c10d import C10d, can_connect_again, dedicated_to, not_connected
-from fnddp.wire.groups import live_group
+from fnddp.wire.groups import live_group, live_or_none
 from fnddp.wire.protocol import Wire
 
 MOST = 256  # lanes on a process group
@@ -22,6 +22,11 @@ _numbers = itertools.count()
 # Numbers of the lanes of each process group, and the lanes that send over one, or over another wire, themselves.
 _taken: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]]" = weakref.WeakKeyDictionary()
 _sharing: "weakref.WeakKeyDictionary[Any, weakref.WeakSet[Lane]]" = weakref.WeakKeyDictionary()
+
+
+def has_lanes(group: str | None) -> bool:
+    live = live_or_none(group)
+    return live is not None and bool(_taken.get(live))
 
 
 class Lane:
@@ -103,9 +108,7 @@ class Lane:
 
     def wire(self, wire: Wire, groups: Iterable[str | None]) -> Wire:
         """Return `wire`, with this lane's communicators in place of `groups`."""
-        if type(wire) is not C10d:
-            return wire
-        named = {group: self._own.get(live_group(group)) for group in groups} if dist.is_initialized() else {}
+        named = {group: self._own.get(live_group(group)) for group in groups} if self._own else {}
         own = {group: name for group, name in named.items() if name is not None}
         return C10d(own) if own else wire
 

@@ -49,7 +49,7 @@ class GroupName(str):
     @staticmethod
     def of(name: str) -> str:
         """Return the name of the group that has it now; `name` itself if there is none, as where a plan is made."""
-        live = _live_or_none(name)
+        live = live_or_none(name)
         return name if live is None else GroupName(name, live)
 
     def stands_for(self, group: dist.ProcessGroup) -> bool:
@@ -250,12 +250,12 @@ class Membership:
 
     def __init__(self, group: str | None, then: str, fix: str) -> None:
         self._group, self._then, self._fix = group, then, fix
-        live = _live_or_none(group)
+        live = live_or_none(group)
         self._live, self._was = live and weakref.ref(live), _described(live)
 
     def require_same(self) -> None:
         """Raise a RuntimeError if there is another process group now, or one only now, or only before."""
-        live = _live_or_none(self._group)
+        live = live_or_none(self._group)
         if (live and weakref.ref(live)) != self._live:
             raise RuntimeError(
                 f"{self._then} {self._was}, and now it runs {_described(live)}: gradients would not be the mean over "
@@ -263,7 +263,7 @@ class Membership:
             )
 
 
-def _live_or_none(group: str | None) -> dist.ProcessGroup | None:
+def live_or_none(group: str | None) -> dist.ProcessGroup | None:
     if not dist.is_initialized():
         return None
     try:

@@ -34,7 +34,8 @@ from fnddp.device import device_of
 from fnddp.plan.draft import Donation
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.choose import AUTO, automatic
-from fnddp.run.engine import Engine, Lane
+from fnddp.run.engine import Engine
+from fnddp.run.lane import Lane, has_lanes
 from fnddp.wire import control
 from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import Membership
@@ -113,6 +114,7 @@ class DistributedDataParallel(TorchNames):
     """Runs its backwards."""
 
     _takes_in_thawed: ClassVar[bool] = True
+    _is_copy = False  # made in a program in which models train
 
     def __init__(
         self,
@@ -355,7 +357,8 @@ class DistributedDataParallel(TorchNames):
                 torch_private.take_over_optimizers_in_backward(theirs)
         if self._synchronizes:
             self._steps.require_same_world()
-            self._engine.connect()  # of a module that was unpickled, or has another pipeline since
+            if not self._is_copy:  # which a rank may run alone; its first step connects
+                self._engine.connect()  # of a module that was unpickled, or has another pipeline since
             self._log.forward_starts()
         with device_of(self.device).selected():
             Join.notify_join_context(self)
@@ -512,6 +515,7 @@ class DistributedDataParallel(TorchNames):
         attributes = dict(attributes)
         saved = attributes.pop("_saved")
         super().__setstate__(attributes)
+        self._is_copy = has_lanes(self._group)
         self._set_up(*saved)
 
 
