@@ -420,14 +420,14 @@ def begin_next(engines: Iterable[Engine]) -> None:
 
 
 def _lane_of_functions(world: tuple[Any, ...]) -> Lane:
-    """Return a lane without an open step, for functions over `world`: calls within calls have others.
+    """Return a lane for functions over `world`, without an open step and whole: calls within calls have others.
 
     Programs make functions by the thousand, and nothing frees a process group.
     """
     for gone in [each for each in _functions if any(ref is not None and ref() is None for ref in each)]:
         del _functions[gone]
     lanes = _functions.setdefault(world, [])
-    lane = next((lane for lane in lanes if lane.begun == lane.ended), None)
+    lane = next((lane for lane in lanes if lane.begun == lane.ended and lane.broken is None), None)
     if lane is None:
         lanes.append(lane := Lane())
     return lane
@@ -459,7 +459,10 @@ class Engines:
         options: Any = {"donation": donation, "learns_order": learns_order, "wire": wire, "backend": backend}
         options["other_groups"] = other_groups
         self._make = partial(Engine, sync, **options)
-        self._lanes = lanes  # later groups may have the names of these
+        self._are_functions = lanes is None
+        self._lanes: dict[Any, Lane] = (
+            {} if lanes is None else lanes
+        )  # by process groups: later ones may have their names
         self._engines: dict[Any, Engine] = {}
         self._calls: dict[Any, object] = {}
 
@@ -498,11 +501,10 @@ class Engines:
         return likes, structure, kinds, tuple(world)
 
     def _lane(self, world: tuple[Any, ...]) -> Lane:
-        if self._lanes is None:
-            return _lane_of_functions(world)
-        if world not in self._lanes:
-            self._lanes[world] = Lane()
-        return self._lanes[world]
+        lanes = self._lanes
+        if self._are_functions and (world not in lanes or lanes[world].broken is None):  # a broken one refuses
+            lanes[world] = _lane_of_functions(world)
+        return lanes.get(world) or lanes.setdefault(world, Lane())
 
     def _of(self, key: Any, leaves: Leaves, state: State) -> Engine:
         lane = self._lane(key[-1])
@@ -513,9 +515,7 @@ class Engines:
             engine = self._make(specs, lane=lane)
             self._require_fitting(engine, key, leaves, state)
             engine.connect()
-            if self._lanes is None and not isinstance(
-                self._wire, Elastic
-            ):  # a rank that comes back there has made fewer
+            if self._are_functions and not isinstance(self._wire, Elastic):  # a rank that comes back has made fewer
                 engine.place = next(lane.places)
         self._engines = dict([*self._engines.items(), ((key, lane), engine)][-MAX_PHASES:])
         self.last = engine
