@@ -227,7 +227,7 @@ class _SharedBackward:
 def in_order(backwards: Iterable[Backward]) -> list[Backward]:
     """Return `backwards` in the order in which their steps end, which is the same on all ranks.
 
-    That is the order in which their engines were made, unlike the order in which autograd reaches them.
+    That is the order in which their lanes were made, unlike the order in which autograd reaches them.
     """
     return sorted(backwards, key=lambda each: each.engine.number)
 

@@ -25,6 +25,7 @@ _sharing: "weakref.WeakKeyDictionary[Any, weakref.WeakSet[Lane]]" = weakref.Weak
 
 
 def has_lanes(group: str | None) -> bool:
+    """Return whether models synchronize on `group` already."""
     live = live_or_none(group)
     return live is not None and bool(_taken.get(live))
 

@@ -8,6 +8,7 @@ from typing import Any
 _NAMED = 8  # ranks that an error names
 _LONGEST = 80  # characters of a rank's weight in errors
 _HIGHEST = 1e300  # so that the sum of all weights is finite
+_EXPECTED = f"weight: must be a number of at least 0 and at most {_HIGHEST:g}"
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,14 @@ def require_valid(weight: Weight) -> None:
 
 
 def no_weight(weight: Weight) -> ValueError:
-    return ValueError(
-        f"weight: must be a number of at least 0 and at most {_HIGHEST:g}, but this rank gave {weight.text}"
-    )
+    return ValueError(f"{_EXPECTED}, but this rank gave {weight.text}")
 
 
 def require_weights(everyone: Sequence[Weight]) -> None:
     """Raise a ValueError unless each rank, of all in rank order, has given a valid weight, and one a positive one."""
     invalid = [rank for rank, weight in enumerate(everyone) if not weight.is_valid]
     if invalid:
-        raise ValueError(
-            f"weight: must be a number of at least 0 and at most {_HIGHEST:g} on each rank, but "
-            f"{_said(everyone, invalid)}"
-        )
+        raise ValueError(f"{_EXPECTED} on each rank, but {_said(everyone, invalid)}")
     if not any(weight.number for weight in everyone):
         raise no_mean()
 

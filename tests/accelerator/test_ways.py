@@ -26,23 +26,19 @@ CELLS = {
     "a thread that evaluates": Absent("kernels run in any thread that waits"),
 }
 RANDOM = {"a gradient that is not finite": Absent("random numbers go on: the host does not know of it in that step")}
-REFUSING = {"module": [BACKWARD], "register": [BACKWARD], "own": [BACKWARD], "value_and_grad": [FORWARD, BACKWARD]}
+OF_ROW = {
+    **{name: {BACKWARD: REFUSED} for name in ("module", "register", "own")},
+    "value_and_grad": {FORWARD: REFUSED, BACKWARD: REFUSED},
+    "compress": RANDOM,
+    "compress_shards": RANDOM,
+}
 
 
 def run(rank: int, device: str, name: str, folder: str) -> dict[str, Any]:
     way, here = WAYS[name], [(text, [each for each in names if each in NAMES]) for text, names in FAMILIES]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Way, "device", device)
-        patch.setattr(
-            way,
-            "cells",
-            {
-                **way.cells,
-                **CELLS,
-                **(RANDOM if name in ("compress", "compress_shards") else {}),
-                **dict.fromkeys(REFUSING.get(name, []), REFUSED),
-            },
-        )
+        patch.setattr(way, "cells", {**way.cells, **CELLS, **OF_ROW.get(name, {})})
         patch.setattr(test_ways, "FAMILIES", here)
         events = [event for event in EVENTS if device != "cpu" or way.cells.get(event) is None]
         return run_row(rank, name, folder, events)
