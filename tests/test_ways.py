@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fnddp import CollectiveError, RankMismatchError, StepFailedError
 from fnddp.adapters.module.steps import Steps
-from fnddp.integrations.fsdp.reductions import Reduction
 from fnddp.laws import bits
 from fnddp.run.step import Step
 from tests.ways import FAMILIES, OUTER, WAYS, Absent, Interrupt, Shape, Trap, Way, failing, interrupted
@@ -33,7 +32,7 @@ RESHARDED = ["module", "register", "own", "compress_shards", "compress_replicas"
 ENDINGS: dict[str, tuple[type, str]] = {
     "module": (Steps, "_keeps_promises"),
     "register": (Step, "commit"),
-    "compress_shards": (Reduction, "commit"),
+    "compress_shards": (Step, "commit"),
     "diloco": (Step, "commit"),
 }
 """Methods that end when all ranks have agreed, and this one has not applied the result."""

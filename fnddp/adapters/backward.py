@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fnddp import torch_private
-from fnddp.run.engine import begin_next
+from fnddp.run.engine import Engine, begin_next
 from fnddp.run.step import Step, Synchronized, applying, in_profile
 from fnddp.torch_private import current_backward
 from fnddp.wire.protocol import Elastic
@@ -39,7 +39,7 @@ class Backward:
     """Backwards of one way in, one after the other, each a step of an engine.
 
     Args:
-        engine: The `Engine`, or what FSDP's shards have in its place. It may be replaced between two steps.
+        engine: May be replaced between two steps.
         undo: Called for a step that has failed: takes back what this way in has done in it.
         named: Returns an error of the step as this way in raises it.
 
@@ -49,7 +49,7 @@ class Backward:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine,
         *,
         undo: Callable[[], object] = _nothing,
         named: Callable[[BaseException], BaseException] = _same,
@@ -63,7 +63,7 @@ class Backward:
         """The open step; None while idle."""
         return self.engine.step
 
-    def begin(self, **options: Any) -> Any:
+    def begin(self, **options: Any) -> Step:
         """Begin a step, and return it: see `Engine.begin`."""
         return self.engine.begin(**options)
 

@@ -63,6 +63,7 @@ class Engine:
         backend: The backend that runs segments, see `lower`. If given, a pipeline without a plan is an error.
         traces: Traces of this pipeline for such leaves, to be shared by several engines.
         lane: That of the engine which this one replaces, if any.
+        device: Where ranks vote; None for the device of the leaves.
 
     Attributes:
         positions: Positions of the leaves, by path.
@@ -94,13 +95,14 @@ class Engine:
         backend: str | None = None,
         traces: Traces | None = None,
         lane: Lane | None = None,
+        device: torch.device | None = None,
     ) -> None:
         require_backend(backend)
         self.sync, self.leaves, self.wire = sync, dict(leaves), wire
         self._own_wire = wire  # with the lane's communicators, once it is connected
         self.positions = {path: position for position, path in enumerate(leaves)}
         self.lane = Lane() if lane is None else lane
-        self.device = one_of({path: leaf.device for path, leaf in leaves.items()})
+        self.device = device or one_of({path: leaf.device for path, leaf in leaves.items()})
         self.groups = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups), *other_groups]))
         self._gives_later, self._agrees = sync.gives_later, sync.agrees and not other_groups
         self.step: Step | None = None
@@ -373,7 +375,8 @@ class Engine:
 
     def _without_plan(self) -> Program:
         plan = without_schedule(self.sync, self.leaves, self._own_state(), self.groups, self._world)
-        return Program(plan, self._own_wire, self._memory, self.groups if self._knows_groups else None, is_static=False)
+        groups = self.groups if self._knows_groups else None
+        return Program(plan, self._own_wire, self._memory, groups, device=self.device, is_static=False)
 
     def _lowered(self) -> Program | None:
         begun = perf_counter()
@@ -389,7 +392,9 @@ class Engine:
         named = {group: group for group in self.groups}  # a trace has plain text, which a later group may have, too
         groups = tuple(dict.fromkeys([*(named.get(group, group) for group in plan.groups), *self.groups]))
         # Autograd returns gradients that share memory.
-        program = Program(plan, self._own_wire, self._memory, groups, clones_shared=self._overwrites_early)
+        program = Program(
+            plan, self._own_wire, self._memory, groups, device=self.device, clones_shared=self._overwrites_early
+        )
         self._observer.show(plan)
         if (seconds := perf_counter() - begun) > SLOW_SECONDS:
             warn(

@@ -14,7 +14,7 @@ from fnddp.core.options import checked_int
 from fnddp.core.sync import State
 from fnddp.core.tree import Tree
 from fnddp.cost.estimate import Compute
-from fnddp.device import device_of
+from fnddp.device import device_of, one_of
 from fnddp.plan.plan import Plan
 from fnddp.run.program import PlanMemory, Program
 from fnddp.run.step import Step
@@ -101,7 +101,9 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
         raise ValueError(f"measure_segments: leaf {meta[0]!r} is on the meta device; lower the plan for real tensors")
     mirror, observer, generator = _Mirror(plan), Observer(measures=True), torch.Generator().manual_seed(0)
     state = mirror.initial_state() if state is None else state
-    program = Program(plan, mirror, PlanMemory())
+    program = Program(
+        plan, mirror, PlanMemory(), device=one_of({path: leaf.device for path, leaf in plan.leaves.items()})
+    )
     grads = {
         path: leaf.empty().copy_(torch.randn(leaf.shape, generator=generator, dtype=torch.float32, device="cpu"))
         for path, leaf in plan.leaves.items()

@@ -182,7 +182,7 @@ class Program:
         hides_nonfinite: See `Sync.hides_nonfinite`.
         passed_on: Leaves whose mean may be the gradient itself, which the caller may own.
         is_polled: True if segments also wait for collectives that the host must poll.
-        device: Where the leaves are.
+        device: Where the leaves are, and ranks vote.
         stream: Its side stream; None on the CPU, and for a plan of `without_schedule`.
     """
 
@@ -193,6 +193,7 @@ class Program:
         memory: PlanMemory,
         groups: Sequence[str | None] | None = None,
         *,
+        device: torch.device,
         clones_shared: bool = False,
         is_static: bool = True,
     ) -> None:
@@ -229,7 +230,7 @@ class Program:
         self._constants = [known.get(name) for name in names]
         # The buffers of the last step, registers with their slices, and the places of gradients that are only copied.
         self._filled: tuple[list[Buffer], list[Any], list[Tensor | None]] | None = None
-        self.device = device_of(next((leaf.device for leaf in plan.leaves.values()), torch.device("cpu")))
+        self.device = device_of(device)
         self.stream = memory.stream(self.device) if is_static else None
         self.overwrites, self.hides_nonfinite = plan.overwrites, plan.sync.hides_nonfinite
         register_of = {name.path: index for index, name in all_of(Grad)}

@@ -93,6 +93,7 @@ class Step:
         arrival: The order in which gradients have arrived on the first rank, if it is learnt.
         broken: The error after which ranks may be desynchronized.
         substitutes: What is sent in place of zeros for leaves that have not arrived.
+        counts: False if this rank has the weight 0, which not all ranks may have.
         found_nonfinite: Whether something that arrived on some rank was not finite, if that matters to the pipeline's
             memory; on an accelerator a scalar there.
         notice: Returns True if another rank has failed in this step; None if the host waited for that: see `Vote`.
@@ -129,6 +130,7 @@ class Step:
         self._zeros = self._unused = frozenset[str]()
         self.substitutes: Leaves = {}
         self._weight, self._scale = weight, scale
+        self.counts = weight is None or weight.number > 0
         if weight is not None and not weight.number:  # of no samples: their mean may be NaN
             self._scale = 0.0
         self._start()
@@ -420,7 +422,7 @@ class Step:
                 nonfinite = nonfinite | self._gave_nonfinite
         self._has_voted = True
         with self._on_side_stream():
-            vote.cast(absent, nonfinite=nonfinite, counts=self._weight is None or self._weight.number > 0)
+            vote.cast(absent, nonfinite=nonfinite, counts=self.counts)
         self._wait_all()
         try:
             with self._on_side_stream():

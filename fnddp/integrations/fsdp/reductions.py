@@ -16,30 +16,39 @@ from fnddp.core import collectives, tree
 from fnddp.core.sync import State, Sync, require_takes_weight
 from fnddp.device import device_of
 from fnddp.integrations.fsdp.unit import Sending, Unit
+from fnddp.reducers.all_reduce import none
+from fnddp.plan.draft import Donation
+from fnddp.run.engine import Engine
 from fnddp.run.nonfinite import has_nonfinite, spoil, unless
-from fnddp.run.step import Synchronized, applying, require_noticed
-from fnddp.run.vote import StepFailedError, Vote
+from fnddp.run.step import Step, applying
 from fnddp.torch_private import fsdp_groups
 from fnddp.transforms.weighted import weighted
-from fnddp.wire.c10d import C10D
 from fnddp.wire.groups import World, within
 from fnddp.wire.protocol import CollectiveError
 from fnddp.wire.weights import Weight, no_weight
 
 
 class Ends:
-    """Calls of functions when FSDP has ended a backward of `model`."""
+    """The ends of steps, each when FSDP has ended the backward of `model` that the step belongs to."""
 
     def __init__(self, model: nn.Module) -> None:
         self._waiting: list[Callable[[], object]] = []
         torch_private.after_reductions(model, self._run)
 
-    def add(self, callback: Callable[[], object]) -> None:
-        """Call `callback` once, behind FSDP's own, unless the backward raises."""
+    def add(self, backward: Backward, end: Callable[[], None]) -> None:
+        """Call `end` once, for the open step of `backward`, unless the backward raises. Keep it alive until then."""
+
+        def run() -> None:
+            if torch_private.is_within_backward():  # queue it again, after FSDP's own callbacks
+                backward.end_with_autograds(end)
+            else:
+                with applying(backward.engine):
+                    end()
+
         if torch_private.is_within_backward():
-            torch_private.at_end_of_backward(callback)
+            torch_private.at_end_of_backward(run)
         else:  # after all backwards of a pipeline's stage
-            self._waiting.append(callback)
+            self._waiting.append(run)
 
     @torch_private.skipped_by_dynamo
     def _run(self) -> None:
@@ -67,31 +76,41 @@ class RankWeight:
 class Reductions:
     """The reductions of a model's gradients in consecutive backwards; `states` are those after the last that succeeded.
 
-    They are in the place of an engine: each backward is a `Reduction`, on its own or as a part of a step of replicas.
+    Those of one backward are a `Reduction`. It is part of a step: one without leaves, or that of `compress_replicas`.
 
     Attributes:
         takes_weight: True if the pipeline of gradients is `weighted`.
-        begin_around: Begins the step of replicas of which the next one is a part, if there is one.
+        backward: The life of the step that the reductions of a backward are part of.
     """
 
     def __init__(self, units: Sequence[Unit], states: dict[str, State], ends: Ends, takes_weight: bool) -> None:
         self.units, self.states, self.weight, self._ends = units, states, RankWeight(), ends
         self.takes_weight = takes_weight
-        self.wire = C10D
-        self.steps = self.failed_steps = 0  # on all ranks
+        device = units[0].fsdp.device
+        self.device = device_of(device)
         groups = list(dict.fromkeys(group for unit in units for group in unit.groups))
-        self.device = device_of(units[0].fsdp.device)
-        self.vote = Vote((), self.wire, groups, self.device)
-        self.begin_around: Callable[[], object] | None = None
-        self.notice: Callable[[], bool] | None = None  # `Vote.notice` of the last step, on an accelerator
-        self.broken: BaseException | None = None  # this rank's error, of which the others may not have learnt
-        self._backward = Backward(self)
-        self._step: weakref.ref[Reduction] | None = None
+        self._engine = Engine(none, {}, donation=Donation(), learns_order=False, groups=groups, device=device)
+        self.backward = Backward(self._engine, undo=self.undo)
+        self._start = self._start_alone
+        self._part: Callable[[], Reduction | None] = _no_part
 
     @property
-    def step(self) -> "Reduction | None":
-        """The open step. The callback at the end of its backward keeps it alive; if that has raised, it is gone."""
-        return None if self._step is None else self._step()
+    def engine(self) -> Engine:
+        """The engine of the steps that reductions are part of."""
+        return self.backward.engine
+
+    @property
+    def part(self) -> "Reduction | None":
+        """That of the open step. The callback at the end of its backward keeps it alive; if that has raised, None."""
+        return self._part()
+
+    def connect(self) -> None:
+        """Make the communicators of the votes. All ranks call it."""
+        self._engine.connect()
+
+    def join(self, backward: Backward, start: Callable[[], object]) -> None:
+        """Be part of the steps of `backward` from now on; `start` begins one, and calls `begin`."""
+        self.backward, self._start = backward, start
 
     @torch_private.skipped_by_dynamo
     def reduce(self, unit: Unit, mine: Tensor, buffer: Tensor) -> None:
@@ -99,80 +118,84 @@ class Reductions:
         try:
             self._reduce(unit, mine, buffer)
         except (CollectiveError, KeyboardInterrupt) as error:
-            self.broken = type(error)(*error.args)  # without frames, which would keep the step alive
+            self.engine.broken = type(error)(*error.args)  # without frames, which would keep the part alive
             raise
 
     def _reduce(self, unit: Unit, mine: Tensor, buffer: Tensor) -> None:
-        if self.step is None and self.begin_around is not None:
-            self.begin_around()
-        step, messages = self.step or self._begin_alone(), Sending()
+        if self.part is None:
+            self._start()
+        part, messages = self.part, Sending()
+        assert part is not None
         with torch.no_grad(), torch_private.without_autocast():
             try:
-                step.weigh()
-                state = step.states.get(unit.name, self.states[unit.name])
-                mean, step.states[unit.name] = unit.reduce(step.weighted(unit, buffer), state, messages)
+                part.weigh()
+                state = part.states.get(unit.name, self.states[unit.name])
+                mean, part.states[unit.name] = unit.reduce(part.weighted(unit, buffer), state, messages)
                 mine.copy_(mean)
-                step.note(mean)
+                part.note(mean)
             except CollectiveError:
                 raise
             except BaseException as error:  # FSDP's other collectives must still run on all ranks
-                step.backward.keep(error if step.is_weighed else error.with_traceback(None))  # see below
-                step.weigh()
+                self.backward.keep(error if part.is_weighed else error.with_traceback(None))  # see below
+                part.weigh()
                 unit.reduce_nothing(buffer, messages)
                 mine.zero_()
             finally:
-                del step  # which the error's frames would keep alive, if this backward breaks off
+                del part  # which the error's frames would keep alive, if this backward breaks off
 
-    def _begin_alone(self) -> "Reduction":
-        self._backward.failure = None
-        step: Reduction = self._backward.begin(backward=self._backward)
-        self._ends.add(partial(self._end, step))
-        return step
+    def _start_alone(self) -> None:
+        self.backward.require_idle()
+        part = self.begin()
+        self.backward.begin()
+        self._ends.add(self.backward, partial(self._finish, part))
 
-    def _end(self, _: "Reduction") -> None:
-        with applying(self):
-            self._backward.end()
+    def _finish(self, part: "Reduction") -> None:
+        step = self.backward.step
+        self.backward.end(partial(part.report_to, step))
+        part.keep(step.found_nonfinite)
+        part.spoil(step.found_nonfinite)
 
-    def begin(self, backward: Backward) -> "Reduction":
-        """Begin a step, of which `backward` has the life and keeps the errors."""
-        self.require_whole()
-        step = Reduction(self, backward)
-        self._step = weakref.ref(step)
-        return step
+    def begin(self) -> "Reduction":
+        """Begin the part of a step; the caller keeps it alive until the step's end."""
+        part = Reduction(self)
+        self._part = weakref.ref(part)
+        return part
 
-    def fail(self, error: BaseException) -> None:
-        if self.step is not None:
-            self.step.fail(error)
+    def undo(self) -> None:
+        """Restore the gradients from before the open step."""
+        if (part := self.part) is not None:
+            part.undo()
 
     def require_whole(self) -> None:
-        """Raise a CollectiveError if this rank may be apart from others, or on an accelerator one has failed."""
-        self.require_unbroken()
-        require_noticed([] if self.notice is None else [self.notice])
+        """Raise a RuntimeError if ranks may be desynchronized, or on an accelerator one has failed."""
+        self.engine.refuse_after_failure()
+        self.engine.require_noticed()
 
-    def require_unbroken(self, *_: object) -> None:
-        """Raise a CollectiveError if this rank may be apart from others."""
-        if self.broken is not None:
-            raise CollectiveError(
-                f"an earlier step failed on this rank ({type(self.broken).__name__}: {self.broken}), and others may "
-                "have gone on, with zeros for its gradients or without them; restart from a checkpoint from before"
-            ) from self.broken
+    def before_forward(self, *_: object) -> None:
+        """Fail a step whose backward did not finish. Raise a RuntimeError if ranks may be desynchronized."""
+        if not torch_private.is_within_backward():  # activation checkpointing
+            self.engine.refuse_after_failure()
+            self.backward.require_idle()
 
     def close(self) -> None:
-        """Forget the open step, which an error that is raised at its end would keep alive."""
-        self._step = None
+        """Forget the part, which an error that is raised at the end of its step would keep alive."""
+        self._part = _no_part
+
+
+def _no_part() -> None:
+    return None
 
 
 class Reduction:
-    """A backward that reduces gradients: on its own it ends like a step of an engine, with `agree` and `commit`."""
+    """The reductions of a backward, as a part of its step."""
 
-    def __init__(self, reductions: Reductions, backward: Backward) -> None:
-        self._reductions, self.backward, self._has_voted = reductions, backward, False
-        self._is_known = False  # to all ranks, that it has failed
+    def __init__(self, reductions: Reductions) -> None:
+        self._reductions = reductions
         self.weight = Weight.of(reductions.weight.given) if reductions.takes_weight else None
         self.is_weighed, self._weights = self.weight is None, Sending()
         self.states: dict[str, State] = {}  # what they become if it ends well
         remembers = any(isinstance(each, Tensor) for each in tree.flatten_any(reductions.states)[0])
-        self.is_nonfinite: Tensor | bool | None = False if remembers else None  # None where it does not matter
+        self._is_nonfinite: Tensor | bool | None = False if remembers else None  # None where it does not matter
         self.mean_weight: Tensor | None = None  # of the ranks of a mesh, the same for all meshes
         self._scales: dict[str | None, Tensor] = {}  # factors of this rank's gradients
         parameters = [p for unit in reductions.units for p in unit.fsdp.parameters]
@@ -184,7 +207,7 @@ class Reduction:
             return
         reductions, means = self._reductions, dict[str | None, Tensor]()
         if not self.weight.is_valid:  # NaN is sent, and counts as 0 until the vote fails the step
-            self.backward.keep(no_weight(self.weight))
+            reductions.backward.keep(no_weight(self.weight))
         (mine,) = reductions.device.of_host([self.weight.number], torch.float64)
         self._weights.begin_again()
         with within(World(self._weights)):
@@ -202,7 +225,7 @@ class Reduction:
                 f"weight: the means over the meshes of this rank are {means}; ranks whose tokens go to the same "
                 "experts must all give one weight, such as the number of tokens of all of them"
             )
-            self.backward.keep(ValueError(problem))
+            self._reductions.backward.keep(ValueError(problem))
 
     def weighted(self, unit: Unit, buffer: Tensor) -> Tensor:
         """Return the gradients in `buffer`, weighted."""
@@ -214,43 +237,20 @@ class Reduction:
 
     def note(self, mean: Tensor) -> None:
         """Note whether a mean is finite: if one is not, on any rank, memory stays as it was."""
-        if self.is_nonfinite is not None:
-            self.is_nonfinite = has_nonfinite([mean], self._reductions.device) | self.is_nonfinite
+        if self._is_nonfinite is not None:
+            self._is_nonfinite = has_nonfinite([mean], self._reductions.device) | self._is_nonfinite
 
-    def agree(self) -> frozenset[str]:
-        """Vote; see `fnddp.run.step.Step.agree`."""
-        self._has_voted = True
-        found = False if self.is_nonfinite is None else self.is_nonfinite  # for `or` an accelerator's host would wait
-        counts = self.weight is None or self.weight.number > 0
-        self._reductions.vote.cast(frozenset(), nonfinite=found, counts=counts)
-        try:
-            return self._reductions.vote.outcome()
-        except (StepFailedError, ValueError):  # on all ranks
-            self._is_known = True
-            raise
+    def report_to(self, step: Step) -> None:
+        """Let the vote of `step` include what this rank has found."""
+        step.counts &= self.weight is None or self.weight.number > 0
+        if self._is_nonfinite is not None:
+            step.watch(self._is_nonfinite)
 
-    def commit(self) -> Synchronized:
-        """Commit the states; the gradients are FSDP's."""
-        self._reductions.notice = self._reductions.vote.notice()
-        found = self._reductions.vote.found_nonfinite()
-        self.keep(found)
-        if found is not False:  # what memory has kept must not be applied by any optimizer
+    def spoil(self, found_nonfinite: Tensor | bool) -> None:
+        """Let no optimizer apply gradients out of memory that was not kept."""
+        if found_nonfinite is not False:
             with torch.no_grad():
-                spoil([_local(p.grad) for p, _ in self._before if p.grad is not None], found)
-        return Synchronized({}, frozenset())
-
-    def fail(self, error: BaseException) -> None:
-        """Notify the other ranks, unless all have voted, and undo it."""
-        reductions = self._reductions
-        has_voted = self._has_voted and reductions.vote.is_cast
-        reductions.broken = None if self._is_known else error  # until the others know
-        try:
-            if not has_voted and not isinstance(error, CollectiveError):
-                reductions.vote.cast(frozenset(), failed=True)
-                reductions.broken = None if reductions.vote.explain(error) else error
-        except RuntimeError as problem:
-            error.add_note(f"the other ranks could not be notified: {problem}")
-        self.undo()
+                spoil([_local(p.grad) for p, _ in self._before if p.grad is not None], found_nonfinite)
 
     def keep(self, found_nonfinite: Tensor | bool) -> None:
         """Keep the new states, unless a rank has found what is not finite."""
@@ -262,13 +262,11 @@ class Reduction:
             self.states = tree.unflatten_any(structure, unless(found_nonfinite, before, after))
         if found_nonfinite is not True:
             reductions.states |= self.states
-        reductions.steps += 1
 
     @torch.no_grad()
     def undo(self) -> None:
         """Restore the gradients from before it."""
         self._reductions.close()
-        self._reductions.failed_steps += 1
         for parameter, before in self._before:
             if before is None or parameter.grad is None:
                 parameter.grad = None

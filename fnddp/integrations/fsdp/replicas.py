@@ -47,12 +47,11 @@ class Replicas(PipelineHandle):
         self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # synchronized gradients
         self._before: dict[str, DTensor] = {}  # those that `.grad` held before this backward
         self._backward = Backward(self._engine, undo=self._undo)
-        self._part: Reduction | None = None  # that of shards, at the end of the step
         self._reductions, self._weight = reductions, RankWeight() if reductions is None else reductions.weight
         self._fsdp = [group for _, groups in torch_private.fsdp_groups(model).values() for group in groups]
         self._ends = Ends(model)
         if reductions is not None:
-            reductions.begin_around = self._start
+            reductions.join(self._backward, self._start)
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
         """Return the state of this shard for torch.distributed.checkpoint, under its own prefix. All ranks write it.
@@ -143,20 +142,14 @@ class Replicas(PipelineHandle):
             self._backward.failure = None
             part = weight = None
             if self._reductions is not None:
-                part = self._reductions.begin(self._backward)
+                part = self._reductions.begin()
                 part.weigh()
             if self.sync.takes_weight:
                 mean = None if part is None else part.mean_weight
                 # NaN if a rank has none, which fails the step itself.
                 weight = self._weight.given if mean is None else mean.nan_to_num(0.0).item()
             self._backward.begin(weight=weight)
-            self._ends.add(lambda: self._end(part))
-
-    def _end(self, part: Reduction | None) -> None:
-        if torch_private.is_within_backward():  # queued again, behind FSDP's own callbacks
-            self._backward.end_with_autograds(lambda: self._finish(part))
-        else:
-            self._finish(part)
+            self._ends.add(self._backward, partial(self._finish, part))
 
     def _feed(self, name: str, _: Tensor) -> None:
         if self._is_armed:  # FSDP's other collectives must still run on all ranks
@@ -166,7 +159,7 @@ class Replicas(PipelineHandle):
         try:
             self._start()  # if backward did not begin at the model's outputs
         except Exception:
-            self._ends.add(lambda: self._end(None))  # which raises this error: until then it is kept
+            self._ends.add(self._backward, partial(self._finish, None))  # which raises this error: until then kept
             raise
         self._require_untaken(name)
         grad = self._parameters[name].grad
@@ -187,7 +180,7 @@ class Replicas(PipelineHandle):
                 "again from a checkpoint"
             )
 
-    def _take_late(self) -> None:
+    def _take_late(self, part: Reduction | None) -> None:
         """Take the gradients of no_sync, and what shards know."""
         step = self._backward.step
         missing = step.missing
@@ -197,15 +190,14 @@ class Replicas(PipelineHandle):
         for name, grad in self._gradients().items():
             if name in missing and grad is not self._means.get(name):
                 step.feed(name, grad.to_local())
-        if self._part is not None and self._part.is_nonfinite is not None:
-            step.watch(self._part.is_nonfinite)
+        if part is not None:
+            part.report_to(step)
 
     def _finish(self, part: Reduction | None) -> None:
-        self._part, step = part, self._backward.step
-        done = self._backward.end(self._take_late)
+        step = self._backward.step
+        done = self._backward.end(partial(self._take_late, part))
         if part is not None:
             part.keep(step.found_nonfinite)
-            self._part = None
         mean, gradients = done.mean, self._gradients()
         for name, p in self._parameters.items():
             if done.has_nothing_for(name, p):
@@ -222,9 +214,8 @@ class Replicas(PipelineHandle):
         self._means.update(self._gradients())
 
     def _undo(self) -> None:
-        part, self._part = self._part, None
-        if part is not None:
-            part.undo()
+        if self._reductions is not None:
+            self._reductions.undo()
         self._put_back()
 
     def _put_back(self) -> None:

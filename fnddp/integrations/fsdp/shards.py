@@ -69,12 +69,12 @@ class Shards:
     @property
     def steps(self) -> int:
         """The number of backwards that have synchronized and ended well; 0 without a pipeline of gradients."""
-        return self._reductions.steps
+        return self._reductions.engine.steps
 
     @property
     def failed_steps(self) -> int:
         """The number of backwards that have failed, on all ranks."""
-        return self._reductions.failed_steps
+        return self._reductions.engine.failed_steps
 
     @property
     def sync(self) -> Sync:
@@ -305,8 +305,10 @@ def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, othe
         if unit.n > 1 and shards.weights is not None:
             unit.fsdp.gather_with(_Gather(unit))
             unit.fsdp.module.register_load_state_dict_post_hook(unit.forget)
-    if not reductions.device.is_asynchronous:  # there all ranks raise in backward, after FSDP's gathers of forward
-        model.register_forward_pre_hook(reductions.require_unbroken, prepend=True)  # before FSDP's, which sends
+    if shards.gradients is not None:
+        reductions.connect()
+        if not reductions.device.is_asynchronous:  # there all ranks raise in backward, after FSDP's gathers of forward
+            model.register_forward_pre_hook(reductions.before_forward, prepend=True)  # before FSDP's, which sends
     return shards
 
 
