@@ -82,7 +82,6 @@ Place = tuple[str, Any]  # the name of a place in which a rank can fail, and a t
 def places(rank: int, training: Way) -> list[Place]:
     """Return all places in which a rank can fail in a step. Takes steps of `training`."""
     found: list[Place] = [(trap, trap) for trap in training.traps]
-    training.step(training.batch(rank, 89))  # post_local_sgd sets up its second exchange there
     for i, point in enumerate(training.points):
         with failing(point.owner, point.name, -1) as calls:
             training.backward(training.batch(rank, 90 + i))

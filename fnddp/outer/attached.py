@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -109,7 +109,7 @@ def attach(
         control.broadcast(tensors, group_name(group), wire=wire)
     else:
         described()
-    return Attached(fitted(), model, parameters, optimizer, wire, prepare, commit, shards)
+    return Attached(fitted(), model, parameters, optimizer, wire, prepare, commit, shards, connects=init_sync)
 
 
 @dataclass(eq=False, repr=False)
@@ -124,11 +124,15 @@ class Attached:
     _prepare: Callable[[], object] | None
     _commit: Callable[[], bool] | None
     _shards: WorkerShards
+    connects: InitVar[bool]
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, connects: bool) -> None:
         self._state = self._fresh()
         self._world = Membership(None, "outer.attach: the model was attached", "attach it again")
         self._exchanges = Overlapped(self._wire, self._require_known, self._shards.voters, self._weight)
+        if connects:  # otherwise in the first exchange: other ranks may have connected long ago
+            device = local(next(iter(self._parameters.values()))).device
+            self._exchanges.connect([*sorted(self.outer.groups or {None}, key=str), *self._shards.voters], device)
         self._tokens: int | None = None  # that this rank has counted
         self._tokens_at: dict[str, int] = {}  # at the beginning of the open or last exchange, by its name
         self._tokens_sent: dict[str, int] = {}  # with the last exchange that was committed

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+
+import torch
 
 from fnddp.adapters.backward import Backward
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves
 from fnddp.outer.contract import Exchanges
 from fnddp.plan.draft import Donation
-from fnddp.run.engine import Engines
+from fnddp.run.engine import Engines, delegated
 from fnddp.run.lane import Lane
 from fnddp.run.step import Step, require_noticed
 from fnddp.wire.protocol import CollectiveError, Wire
@@ -36,7 +37,7 @@ class Overlapped(Exchanges):
     ) -> None:
         self._wire, self._check, self._other_groups, self._weight = wire, check, other_groups, weight
         self._engines: dict[tuple[str, Sync], Engines] = {}
-        self._lanes: dict[Any, Lane] = {}
+        self._lane = Lane()
         self._open: dict[str, _Open] = {}
 
     @property
@@ -48,16 +49,15 @@ class Overlapped(Exchanges):
         """The number of exchanges that have succeeded."""
         return sum(engines.last.steps for engines in self._engines.values() if engines.last is not None)
 
-    def _refuse(self, error: BaseException) -> None:
-        for lane in self._lanes.values():
-            lane.broken = error
+    broken = delegated("_lane.broken")
 
-    broken = property(fset=_refuse, doc="The error after which no exchange begins.")
+    def connect(self, groups: Iterable[str | None], device: torch.device) -> None:
+        """Make the communicators of exchanges over `groups`. All ranks call it."""
+        self._lane.connect(self._wire, groups, device)
 
     def require_noticed(self) -> None:
         """Raise a CollectiveError if another rank has failed in an exchange for whose outcome the host did not wait."""
-        for lane in self._lanes.values():
-            require_noticed(lane.notices)
+        require_noticed(self._lane.notices)
 
     def poll(self) -> None:
         """Advance the open exchange that began first, without waiting. Errors are raised where it ends."""
@@ -75,7 +75,7 @@ class Overlapped(Exchanges):
                 learns_order=False,
                 wire=self._wire,
                 other_groups=self._other_groups,
-                lanes=self._lanes,
+                lane=self._lane,
             )
         engine = self._engines[name, sync].of(leaves, state)
         backward = Backward(engine)

@@ -444,7 +444,7 @@ class Engines:
     Memory layouts are not part of the key, since ranks may differ in them. Means have the layout of the first leaves.
 
     Args:
-        lanes: That of each of several caches, by process groups; without it they have those of functions.
+        lane: That of all engines; None for those that functions share.
     """
 
     def __init__(
@@ -456,7 +456,7 @@ class Engines:
         wire: Wire = C10D,
         backend: str | None = None,
         other_groups: Collection[str | None] = (),
-        lanes: dict[Any, Lane] | None = None,
+        lane: Lane | None = None,
     ) -> None:
         self.last: Engine | None = None
         self._sync, self._wire = sync, wire
@@ -464,10 +464,8 @@ class Engines:
         options: Any = {"donation": donation, "learns_order": learns_order, "wire": wire, "backend": backend}
         options["other_groups"] = other_groups
         self._make = partial(Engine, sync, **options)
-        self._are_functions = lanes is None
-        self._lanes: dict[Any, Lane] = (
-            {} if lanes is None else lanes
-        )  # by process groups: later ones may have their names
+        self._own_lane = lane
+        self._lanes: dict[Any, Lane] = {}  # of functions, by process groups: later ones may have their names
         self._engines: dict[Any, Engine] = {}
         self._calls: dict[Any, object] = {}
 
@@ -506,10 +504,11 @@ class Engines:
         return likes, structure, kinds, tuple(world)
 
     def _lane(self, world: tuple[Any, ...]) -> Lane:
-        lanes = self._lanes
-        if self._are_functions and (world not in lanes or lanes[world].broken is None):  # a broken one refuses
-            lanes[world] = _lane_of_functions(world)
-        return lanes.get(world) or lanes.setdefault(world, Lane())
+        if self._own_lane is not None:
+            return self._own_lane
+        if world not in self._lanes or self._lanes[world].broken is None:  # a broken one refuses
+            self._lanes[world] = _lane_of_functions(world)
+        return self._lanes[world]
 
     def _of(self, key: Any, leaves: Leaves, state: State) -> Engine:
         lane = self._lane(key[-1])
@@ -520,7 +519,7 @@ class Engines:
             engine = self._make(specs, lane=lane)
             self._require_fitting(engine, key, leaves, state)
             engine.connect()
-            if self._are_functions and not isinstance(self._wire, Elastic):  # a rank that comes back has made fewer
+            if self._own_lane is None and not isinstance(self._wire, Elastic):  # a rank that comes back has made fewer
                 engine.place = next(lane.places)
         self._engines = dict([*self._engines.items(), ((key, lane), engine)][-MAX_PHASES:])
         self.last = engine

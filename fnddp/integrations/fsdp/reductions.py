@@ -16,8 +16,8 @@ from fnddp.core import collectives, tree
 from fnddp.core.sync import State, Sync, require_takes_weight
 from fnddp.device import device_of
 from fnddp.integrations.fsdp.unit import Sending, Unit
-from fnddp.reducers.all_reduce import none
 from fnddp.plan.draft import Donation
+from fnddp.reducers.all_reduce import none
 from fnddp.run.engine import Engine
 from fnddp.run.nonfinite import has_nonfinite, spoil, unless
 from fnddp.run.step import Step, applying
@@ -89,8 +89,8 @@ class Reductions:
         device = units[0].fsdp.device
         self.device = device_of(device)
         groups = list(dict.fromkeys(group for unit in units for group in unit.groups))
-        self._engine = Engine(none, {}, donation=Donation(), learns_order=False, groups=groups, device=device)
-        self.backward = Backward(self._engine, undo=self.undo)
+        engine = Engine(none, {}, donation=Donation(), learns_order=False, groups=groups, device=device)
+        self.backward = Backward(engine, undo=self.undo)
         self._start = self._start_alone
         self._part: Callable[[], Reduction | None] = _no_part
 
@@ -103,10 +103,6 @@ class Reductions:
     def part(self) -> "Reduction | None":
         """That of the open step. The callback at the end of its backward keeps it alive; if that has raised, None."""
         return self._part()
-
-    def connect(self) -> None:
-        """Make the communicators of the votes. All ranks call it."""
-        self._engine.connect()
 
     def join(self, backward: Backward, start: Callable[[], object]) -> None:
         """Be part of the steps of `backward` from now on; `start` begins one, and calls `begin`."""
@@ -152,8 +148,7 @@ class Reductions:
     def _finish(self, part: "Reduction") -> None:
         step = self.backward.step
         self.backward.end(partial(part.report_to, step))
-        part.keep(step.found_nonfinite)
-        part.spoil(step.found_nonfinite)
+        part.commit(step.found_nonfinite)
 
     def begin(self) -> "Reduction":
         """Begin the part of a step; the caller keeps it alive until the step's end."""
@@ -246,14 +241,9 @@ class Reduction:
         if self._is_nonfinite is not None:
             step.watch(self._is_nonfinite)
 
-    def spoil(self, found_nonfinite: Tensor | bool) -> None:
-        """Let no optimizer apply gradients out of memory that was not kept."""
-        if found_nonfinite is not False:
-            with torch.no_grad():
-                spoil([_local(p.grad) for p, _ in self._before if p.grad is not None], found_nonfinite)
-
-    def keep(self, found_nonfinite: Tensor | bool) -> None:
-        """Keep the new states, unless a rank has found what is not finite."""
+    @torch.no_grad()
+    def commit(self, found_nonfinite: Tensor | bool) -> None:
+        """Keep the new states, unless a rank has found NaN or infinities: then let no optimizer take the gradients."""
         reductions = self._reductions
         reductions.close()
         if isinstance(found_nonfinite, Tensor):
@@ -262,6 +252,8 @@ class Reduction:
             self.states = tree.unflatten_any(structure, unless(found_nonfinite, before, after))
         if found_nonfinite is not True:
             reductions.states |= self.states
+        if found_nonfinite is not False:
+            spoil([_local(p.grad) for p, _ in self._before if p.grad is not None], found_nonfinite)
 
     @torch.no_grad()
     def undo(self) -> None:

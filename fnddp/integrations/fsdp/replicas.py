@@ -197,7 +197,7 @@ class Replicas(PipelineHandle):
         step = self._backward.step
         done = self._backward.end(partial(self._take_late, part))
         if part is not None:
-            part.keep(step.found_nonfinite)
+            part.commit(step.found_nonfinite)
         mean, gradients = done.mean, self._gradients()
         for name, p in self._parameters.items():
             if done.has_nothing_for(name, p):

@@ -306,7 +306,7 @@ def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, othe
             unit.fsdp.gather_with(_Gather(unit))
             unit.fsdp.module.register_load_state_dict_post_hook(unit.forget)
     if shards.gradients is not None:
-        reductions.connect()
+        reductions.engine.connect()
         if not reductions.device.is_asynchronous:  # there all ranks raise in backward, after FSDP's gathers of forward
             model.register_forward_pre_hook(reductions.before_forward, prepend=True)  # before FSDP's, which sends
     return shards
