@@ -1,4 +1,4 @@
-"""The tests of tests/gpu on the device, which they take for that of the machine, in both orders of streams."""
+"""The tests of tests/gpu on the device, in both orders of streams, and the script that measures on a GPU."""
 
 import os
 import re
@@ -22,9 +22,22 @@ SECONDS = 900
 @pytest.mark.parametrize("last", ORDERS)
 def test_the_tests_of_a_gpu_pass(tmp_path, built, last):
     command = [sys.executable, "-m", "pytest", "tests/gpu/test_accelerator.py", "-p", "no:cacheprovider"]
-    command += ["--basetemp", str(tmp_path / "tests")]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{built}", "FNDDP_TEST_LAST": last}
-    said = tmp_path / "said"
+    said = run([*command, "--basetemp", str(tmp_path / "tests")], tmp_path, built, last)
+    assert re.fullmatch(r"\d+ passed in .*", said.splitlines()[-1]), "a test was skipped"
+
+
+@pytest.mark.timeout(SECONDS + 60)
+def test_the_script_for_a_gpu_measures_the_device(tmp_path, built):
+    run([str(ROOT / "benchmarks" / "on_gpu.sh"), "sim", str(tmp_path / "results")], tmp_path, built, ORDERS[0])
+    rows = [row.split(" | ")[:2] for row in (tmp_path / "results" / "summary.md").read_text().splitlines()[4:]]
+    assert rows == [["| codecs", "passed"], ["| digits", "passed"]]
+
+
+def run(command: list[str], folder: Path, built: Path, last: str) -> str:
+    """Return what `command` prints, where the device is that of the machine."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": f"{ROOT}:{built}", "FNDDP_TEST_LAST": last}
+    said = folder / "said"
     with said.open("w") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -39,4 +52,4 @@ def test_the_tests_of_a_gpu_pass(tmp_path, built, last):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert process.returncode == 0, said.read_text()
-    assert re.fullmatch(r"\d+ passed in .*", said.read_text().splitlines()[-1]), "a test was skipped"
+    return said.read_text()

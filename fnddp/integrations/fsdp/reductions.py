@@ -141,6 +141,7 @@ class Reductions:
 
     def _start_alone(self) -> None:
         self.backward.require_idle()
+        self.require_whole()  # before anything is sent
         part = self.begin()
         self.backward.begin()
         self._ends.add(self.backward, partial(self._finish, part))
