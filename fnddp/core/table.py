@@ -7,6 +7,7 @@ rows (`own`), shards (FSDP2), matrices.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -111,22 +112,23 @@ class Table:
 class Hop:
     """Rows of a table, encoded, whose leaves are in batches: those of one owner, and those of all owners.
 
-    What is here "by batch" is by the path of its first leaf. The payloads of whole leaves share messages: those of a
-    bucket and a dtype have one row for each owner, padded to the longest. A batch that is cut has its own messages.
+    "By batch" is by the path of its first leaf. The payloads of whole leaves share messages: those of a bucket and a
+    dtype have one row for each owner, padded to the longest. A batch that is cut has messages of its own.
     """
 
-    def __init__(self, table: Table, batches: Mapping[str, "Batch"], encoded: Mapping[str, Encoded]) -> None:
+    def __init__(self, table: Table, batches: "Mapping[str, Batch]", encoded: Mapping[str, Encoded]) -> None:
         self.table, self.batches, self.encoded = table, batches, encoded
-        self._cut = {name: each for name, each in encoded.items() if table.cuts[name].owner is None}
         bucket_of = current().bucket_of
-        self._of: dict[tuple[str, str], list[list[tuple[str, str]]]] = {}  # batches and parts in each row, by message
+        self._cut: dict[tuple[str, str], Tensor] = {}  # payloads that are messages
+        self._whole: dict[tuple[str, str], list[list[tuple[str, str]]]] = {}  # batch and part, in each row of a message
         for name, each in encoded.items():
-            if (owner := table.cuts[name].owner) is None:
-                continue
-            bucket = None if bucket_of is None else bucket_of(name)
+            owner, bucket = table.cuts[name].owner, None if bucket_of is None else bucket_of(name)
             for part, tensor in each.payload.items():
-                key = f"owners {bucket}", f"{part} {tensor.dtype}"
-                self._of.setdefault(key, [[] for _ in range(table.n)])[owner].append((name, part))
+                if owner is None:
+                    self._cut[name, part] = tensor
+                else:
+                    key = f"owners {bucket}", f"{part} {tensor.dtype}"
+                    self._whole.setdefault(key, [[] for _ in range(table.n)])[owner].append((name, part))
 
     @classmethod
     def of(
@@ -135,7 +137,7 @@ class Hop:
         layers: Layers,
         rows: Leaves,
         rank: Any,
-        counts: Mapping[str, Tensor | None] | None = None,
+        counts: Mapping[str, Tensor | None] = MappingProxyType({}),
         again: str = "",
         encoded: Callable[[Layers, Tensor, Key, Tensor | None], Encoded] = encode,
     ) -> "Hop":
@@ -150,50 +152,49 @@ class Hop:
         for path, row in rows.items():
             of_owner[table.cuts[path].owner][path] = row
         batches = {name: batch for each in of_owner.values() for name, batch in batches_of(layers, each).items()}
-        of_one = {name: (counts or {}).get(name) if batch.is_one else None for name, batch in batches.items()}
-        return cls(
-            table,
-            batches,
-            {name: encoded(layers, b.x, Key(name + again, rank), of_one[name]) for name, b in batches.items()},
-        )
+        made: dict[str, Encoded] = {}
+        for name, batch in batches.items():
+            made[name] = encoded(layers, batch.x, Key(name + again, rank), counts.get(name) if batch.is_one else None)
+        return cls(table, batches, made)
 
     def scatter(self, rank: int, group: str | None) -> Leaves:
-        """Send rows to their owners; return the sums of what all ranks have sent to this one, by batch.
-
-        The sums are in rank order, in float32 or wider. Of a batch of another owner there are no elements.
-        """
-        moved = collectives.all_to_all_leaves(self.to_each(), group) if self._of else {}
-        of_cut = exchanged(self._cut, lambda parts: collectives.all_to_all_leaves(parts, group))
-        sums: Leaves = {}
-        for name, each in self.encoded.items():
-            if self.table.cuts[name].owner not in (None, rank):
-                sums[name] = self._nothing(moved, name)
-                continue
-            payload = of_cut[name] if name in of_cut else self.received(moved, name)
-            sums[name] = added_up(each, payload, self.table.n, self.batches[name].x[0])
-        return sums
+        """Send rows to their owners; return the sums, by batch, of what all ranks have sent to this one."""
+        return self.added(collectives.all_to_all_leaves(self.to_each(), group), rank)
 
     def gather(self, rank: int, group: str | None, wires: Leaves | None = None) -> Leaves:
         """Send the row of this rank to all; return all rows as all decode them, by batch.
 
-        `wires` are all leaves as this rank has them, on which messages depend even where it sends nothing of a leaf:
+        `wires` are all leaves as this rank has them. Messages depend on them even where it sends nothing of a leaf:
         else plans would order messages on each rank by the leaves that it owns.
         """
-        mine = {key: self._row(key, rank) for key in self._of}
-        for key, rows in self._of.items():
-            paths = [path for row in rows for name in dict(row) for path in self.batches[name].paths]
-            empty = [wires[path][:0].to(mine[key].dtype) for path in dict.fromkeys(paths)] if wires else []
-            mine[key] = torch.cat([mine[key], *empty])
-        moved = collectives.all_gather_leaves(mine, group) if mine else {}
-        of_cut = exchanged(self._cut, lambda parts: collectives.all_gather_leaves(parts, group))
-        return {
-            name: each.decode(of_cut[name] if name in of_cut else self.sent(moved, name))
-            for name, each in self.encoded.items()
-        }
+        mine: dict[tuple[str, str], Tensor] = dict(self._cut)
+        for key, rows in self._whole.items():
+            row = self._row(key, rank)
+            paths = [path for each in rows for name, _ in each for path in self.batches[name].paths]
+            mine[key] = torch.cat([row, *((wires or {})[path][:0].to(row.dtype) for path in dict.fromkeys(paths))])
+        moved = collectives.all_gather_leaves(mine, group)
+        return {name: each.decode(self.payload(moved, name, of_owner=True)) for name, each in self.encoded.items()}
 
-    def owned_by(self, rank: int) -> list[str]:
-        """Return the names of the batches of one owner."""
-        return [name for name in self.encoded if self.table.cuts[name].owner == rank]
+    def added(self, moved: Mapping[Any, Tensor], rank: int) -> Leaves:
+        """Return the sums of the decoded payloads of all ranks, by batch, in rank order, in float32 or wider.
+
+        Of a batch of another owner there are no elements, of all its messages: a plan drops what none reads.
+        """
+        sums: Leaves = {}
+        n = self.table.n
+        for name, each in self.encoded.items():
+            if self.table.cuts[name].owner not in (None, rank):
+                read = [key for key, rows in self._whole.items() if any(name in dict(row) for row in rows)]
+                sums[name] = torch.cat([moved[key].reshape(-1)[:0].to(torch.float32) for key in read])
+                continue
+            payload, like = self.payload(moved, name), self.batches[name].x[0]
+            at_a_time = max(BLOCK // like.numel(), -(-n // MOST_BLOCKS))
+            total: Any = None
+            for first in range(0, n, at_a_time):
+                few = {part: x[first : first + at_a_time] for part, x in payload.items()} if at_a_time < n else payload
+                total = collectives.sum_in_rank_order(each.decode(few).to(wide(like.dtype)), total)
+            sums[name] = total
+        return sums
 
     def decoded(self) -> Leaves:
         """Return the rows that this rank has encoded as others see them, by batch."""
@@ -204,58 +205,54 @@ class Hop:
         return {path: row for name, x in by_batch.items() for path, row in self.batches[name].split(x).items()}
 
     def to_each(self) -> dict[tuple[str, str], Tensor]:
-        """Return the messages of whole leaves, with a row for each owner: `[n, width]`."""
-        return {key: torch.stack([self._row(key, r) for r in range(self.table.n)]) for key in self._of}
+        """Return the messages to owners, each with a row for each of them: `[n, ...]`."""
+        whole = {key: torch.stack([self._row(key, r) for r in range(self.table.n)]) for key in self._whole}
+        return self._cut | whole
 
     def of_each(
         self, rank: int, payloads: Mapping[str, Payload], device: torch.device
     ) -> dict[tuple[str, str], Tensor]:
         """Return messages with a row for each rank, `[n, width]`, of `payloads: [n, ...]` of what `rank` owns."""
         made: dict[tuple[str, str], Tensor] = {}
-        for key, rows in self._of.items():
+        for key, rows in self._whole.items():
             flat = [payloads[name][part].reshape(self.table.n, -1) for name, part in rows[rank]]
-            missing = max(self._sizes(key)) - self._sizes(key)[rank]
-            made[key] = torch.cat([*flat, self._like(key).new_zeros(self.table.n, missing, device=device)], 1)
+            like, missing = self._padding(key, rank)
+            made[key] = torch.cat([*flat, like.new_zeros(self.table.n, missing, device=device)], 1)
         return made
 
-    def received(self, moved: Mapping[Any, Tensor], name: str) -> Payload:
-        """Return the payloads of a batch that all ranks have sent to its owner."""
-        return self._payload(moved, name, slice(None))
-
-    def sent(self, moved: Mapping[Any, Tensor], name: str) -> Payload:
-        """Return the payload of a batch that its owner has sent to all."""
-        owner = self.table.cuts[name].owner or 0
-        return self._payload(moved, name, slice(owner, owner + 1))
-
-    def _payload(self, moved: Mapping[Any, Tensor], name: str, ranks: slice) -> Payload:
+    def payload(self, moved: Mapping[Any, Tensor], name: str, *, of_owner: bool = False) -> Payload:
+        """Return the payloads of a batch that all ranks have sent to this one; or the one of its owner, to all."""
+        owner, like = self.table.cuts[name].owner, self.encoded[name].payload
+        if owner is None:
+            return {part: moved[name, part].reshape(-1, *each.shape[1:]) for part, each in like.items()}
         payload: Payload = {}
-        for key, rows in self._of.items():
+        for key, rows in self._whole.items():
             at = 0
-            for other, part in rows[self.table.cuts[name].owner or 0]:
-                like = self.encoded[other].payload[part]
+            for other, part in rows[owner]:
+                size = self.encoded[other].payload[part].numel()
                 if other == name:
-                    payload[part] = moved[key][ranks, at : at + like.numel()].reshape(-1, *like.shape[1:])
-                at += like.numel()
+                    row = moved[key][owner : owner + 1] if of_owner else moved[key]
+                    payload[part] = row[:, at : at + size].reshape(-1, *like[part].shape[1:])
+                at += size
         return payload
 
-    def _nothing(self, moved: Mapping[Any, Tensor], name: str) -> Tensor:
-        """Return no elements, of all messages with a batch: a plan drops collectives that none reads."""
-        read = [moved[key] for key, rows in self._of.items() if any(name == each for row in rows for each, _ in row)]
-        return torch.cat([each.reshape(-1)[:0].to(torch.float32) for each in read])
-
-    def _sizes(self, key: tuple[str, str]) -> list[int]:
-        return [sum(self.encoded[name].payload[part].numel() for name, part in row) for row in self._of[key]]
-
-    def _like(self, key: tuple[str, str]) -> Tensor:
-        name, part = next(entry for row in self._of[key] for entry in row)
-        return self.encoded[name].payload[part]
+    def _padding(self, key: tuple[str, str], rank: int) -> tuple[Tensor, int]:
+        """Return a tensor of the dtype of a message, and how many elements the row of `rank` is padded with."""
+        parts = [[self.encoded[name].payload[part] for name, part in row] for row in self._whole[key]]
+        sizes = [sum(each.numel() for each in row) for row in parts]
+        return next(each for row in parts for each in row), max(sizes) - sizes[rank]
 
     def _row(self, key: tuple[str, str], rank: int) -> Tensor:
-        sizes = self._sizes(key)
-        flat = [self.encoded[name].payload[part].reshape(-1) for name, part in self._of[key][rank]]
-        if missing := max(sizes) - sizes[rank]:
-            flat.append(self._like(key).new_zeros(missing))
+        flat = [self.encoded[name].payload[part].reshape(-1) for name, part in self._whole[key][rank]]
+        like, missing = self._padding(key, rank)
+        flat += [like.new_zeros(missing)] if missing else []
         return torch.cat(flat) if len(flat) > 1 else flat[0]
+
+
+BLOCK = 1 << 22
+"""Elements that are decoded at a time, if a leaf has not more: 16 MiB, and no copy of a leaf for each rank."""
+MOST_BLOCKS = 16
+"""The most blocks of a leaf: each takes operations, in a plan too."""
 
 
 class Batch:
@@ -332,32 +329,3 @@ def batches_of(layers: Layers, rows: Leaves) -> dict[str, Batch]:
         members[path] = row
         last[alike] = members, size + nbytes
     return {next(iter(members)): Batch(members, unit) for members, unit in found}
-
-
-def exchanged(
-    encoded: Mapping[str, Encoded], move: Callable[[dict[Any, Tensor]], dict[Any, Tensor]]
-) -> dict[str, Payload]:
-    """Send all parts of all leaves by `move` and return the payloads of all ranks, a row for each rank."""
-    parts = {(path, name): part for path, each in encoded.items() for name, part in each.payload.items()}
-    moved = move(parts)
-    return {
-        path: {name: moved[path, name].reshape(-1, *part.shape[1:]) for name, part in each.payload.items()}
-        for path, each in encoded.items()
-    }
-
-
-BLOCK = 1 << 22
-"""Elements that are decoded at a time, if a leaf has not more: 16 MiB, and no copy of a leaf for each rank."""
-MOST_BLOCKS = 16
-"""The most blocks of a leaf: each takes operations, in a plan too."""
-
-
-def added_up(encoded: Encoded, payload: Payload, n: int, like: Tensor) -> Tensor:
-    """Return the sum of the decoded payloads of `n` ranks, each a row like `like`, in float32 or wider."""
-    at_a_time = max(BLOCK // like.numel(), -(-n // MOST_BLOCKS))
-    total: Tensor | None = None
-    for first in range(0, n, at_a_time):
-        few = payload if at_a_time >= n else {name: part[first : first + at_a_time] for name, part in payload.items()}
-        total = collectives.sum_in_rank_order(encoded.decode(few).to(wide(like.dtype)), total)
-    assert total is not None
-    return total

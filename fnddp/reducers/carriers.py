@@ -9,7 +9,7 @@ from fnddp.core.codec import Carrier, Encoded, Key, Layers, encode, wide
 from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import rounded, shortened
 from fnddp.core.sync import Local, Remembered, State, registry, require_state, transform
-from fnddp.core.table import Hop, Table, added_up, batches_of, exchanged
+from fnddp.core.table import Cut, Hop, Table
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
 
 
@@ -32,19 +32,17 @@ class all_gather(Carrier):
 
     def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         group = group_name(self.group)
-        rank = collectives.rank(group)
-        batches = batches_of(layers, {path: x.unsqueeze(0) for path, x in leaves.items()})
-        encoded = {name: encode(layers, each.x, Key(name, rank)) for name, each in batches.items()}
-        everyone = exchanged(encoded, lambda parts: collectives.all_gather_leaves(parts, group))
-        n, ranks = collectives.world_size(group), collectives.ranks(group)
-        mean: Leaves = {}
-        sent: Leaves = {}
-        for name, batch in batches.items():
-            each = encoded[name]
-            total = added_up(each, everyone[name], n, batch.x[0]) / ranks  # [n] or [pieces, unit]
-            mean |= {path: row[0] for path, row in batch.split(total.unsqueeze(0)).items()}
-            sent |= {path: row[0] for path, row in batch.split(each.decode(each.payload)).items()} if layers else {}
-        return mean, sent if layers else leaves, state
+        n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
+        table = Table(n, {path: Cut(n * x.numel(), x.numel()) for path, x in leaves.items()})  # of each rank a row
+        hop = Hop.of(table, layers, {path: x.unsqueeze(0) for path, x in leaves.items()}, rank)
+        sums = hop.added(collectives.all_gather_leaves(hop.to_each(), group), rank)
+        mean = hop.split({name: (total / ranks).unsqueeze(0) for name, total in sums.items()})
+        sent = hop.split(hop.decoded()) if layers else {}
+        return (
+            {path: row[0] for path, row in mean.items()},
+            {path: row[0] for path, row in sent.items()} or leaves,
+            state,
+        )
 
     def __repr__(self) -> str:
         return "allgather" if self == allgather else super().__repr__()

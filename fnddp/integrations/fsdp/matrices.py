@@ -291,8 +291,8 @@ class Matrices:
         @torch.no_grad()
         def received() -> None:
             moved = wait()
-            for name in hop.owned_by(self._rank):
-                whole = hop.encoded[name].decode(hop.received(moved, name))  # [n, rows of a shard]
+            for name in [each for each in hop.encoded if each in self._own]:
+                whole = hop.encoded[name].decode(hop.payload(moved, name))  # [n, rows of a shard]
                 own, shape = self._own[name], self.owners.shape(name)
                 own.grad = whole.reshape(-1, *shape[1:])[: shape[0]].to(own.dtype).contiguous()
 
@@ -308,7 +308,7 @@ class Matrices:
             likes[name] = torch.empty(1, size, dtype=dtype, device="meta")
         hop = Hop.of(self._table, layers, likes, 0)
         mine: dict[str, Payload] = {}
-        for name in hop.owned_by(self._rank):
+        for name in [each for each in hop.encoded if each in self._own]:
             own = self._own[name].detach()
             value = own - self._seen[name] if self._sends_differences else own
             height = self._shards.sent_shape(name)[0] * n
@@ -324,7 +324,9 @@ class Matrices:
             moved = wait()
             for name, each in hop.encoded.items():
                 local = self._parameters[name].to_local()
-                row = each.decode(hop.sent(moved, name)).reshape(-1, *local.shape[1:])[: local.shape[0]]
+                row = each.decode(hop.payload(moved, name, of_owner=True)).reshape(-1, *local.shape[1:])[
+                    : local.shape[0]
+                ]
                 local.add_(row) if self._sends_differences else local.copy_(row)
 
         return returned
