@@ -66,13 +66,22 @@ class Table:
         return cls(n, {path: Cut(count, -(-count // n)) for path, count in counts.items()})
 
     def parts(self) -> Iterator[Entry]:
-        """Yield the parts that have elements, row by row."""
+        """Yield the parts that have elements, row by row: those of whole leaves first, in a row as long as any."""
+        whole = {leaf: cut for leaf, cut in self.cuts.items() if cut.owner is not None}
+        cut_from = max(sum(cut.count for cut in whole.values() if cut.owner == row) for row in range(self.n))
         for row in range(self.n):
             place = 0
+            for leaf, cut in whole.items():
+                if cut.owner == row:
+                    yield Entry(leaf, 0, cut.count, row, place)
+                    place += cut.count
+            place = cut_from
             for leaf, cut in self.cuts.items():
+                if leaf in whole:
+                    continue
                 if count := self.count(leaf, row):
-                    yield Entry(leaf, row * cut.width if cut.owner is None else 0, count, row, place)
-                place += cut.width if cut.owner in (None, row) else 0
+                    yield Entry(leaf, row * cut.width, count, row, place)
+                place += cut.width
 
     def count(self, leaf: str, row: int) -> int:
         """Return the number of elements of a leaf that are in a row."""
