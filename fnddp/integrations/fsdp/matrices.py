@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, zip_longest
-from types import MethodType
 from typing import Any
 from zlib import crc32
 
@@ -24,14 +23,17 @@ from fnddp.core.tree import Leaves, changed, without_wrappers
 from fnddp.integrations.fsdp.unit import layers_of
 from fnddp.reducers.halves import Owners, to_all
 from fnddp.run.hops import (
-    has_closure,
+    groups_of,
     mark_states,
+    named_groups,
     options_of,
+    refuse_closure,
     require_ownable,
     require_same_groups,
     require_same_parameters,
     require_shapes,
     second_hop,
+    wrap_step,
 )
 from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import between_step_hooks, untraced
@@ -80,13 +82,7 @@ class Matrices:
         self._course: Generator[list[str]] = self._exchanges()
         self._tell: Callable[[BaseException], None] | None = None  # what other ranks wait for, if this one fails
         mark_states("own_matrices", optimizer, self.owners, self._rank, self._parameters)
-        step = optimizer.step
-
-        @functools.wraps(step)
-        def stepped(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._step(step, args, kwargs)
-
-        optimizer.step = MethodType(stepped, optimizer)
+        wrap_step(optimizer, self._step)
 
     def _rounds_of(self, cap: float) -> list[list[str]]:
         """Return the matrices of each message of at most `cap` bytes, the costliest of each owner first."""
@@ -157,8 +153,7 @@ class Matrices:
             raise
 
     def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if has_closure(args, kwargs):
-            raise TypeError("own_matrices: step got a closure, which would see shards of before; leave it out")
+        refuse_closure("own_matrices", self.optimizer, args, kwargs)
         replaced = [name for name, p in self._parameters.items() if self._model.get_parameter(name) is not p]
         if replaced:
             raise RuntimeError(
@@ -257,19 +252,15 @@ class Matrices:
     @contextmanager
     def _in_place_of_shards(self, names: list[str]) -> Generator[None]:
         """Let the optimizer have the whole matrices of `names` that this rank owns, and their state, for the block."""
-        state, groups = self.optimizer.state, self.optimizer.param_groups
+        state = self.optimizer.state
         own_of = {self._parameters[name]: self._own[name] for name in names if name in self._own}
-        held = [group["params"] for group in groups]
         for p, own in own_of.items():
             if p in state:
                 state[own] = state.pop(p)
-        for group in groups:
-            group["params"] = [own_of[p] for p in group["params"] if p in own_of]
         try:
-            yield
+            with groups_of(self.optimizer, own_of):
+                yield
         finally:
-            for group, params in zip(groups, held, strict=True):
-                group["params"] = params
             for p, own in own_of.items():
                 own.grad = None
                 if own in state:  # by the parameter of the model, as in its groups
@@ -386,11 +377,7 @@ class Matrices:
         }
 
     def _named_groups(self) -> list[dict[str, Any]]:
-        name_of = {id(p): name for name, p in self._parameters.items()}
-        return [
-            {**group, "params": [name_of[id(p)] for p in group["params"] if id(p) in name_of]}
-            for group in self.optimizer.param_groups
-        ]
+        return named_groups(self.optimizer, {id(p): name for name, p in self._parameters.items()})
 
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load the result of `optimizer_state_dict`, of any number of ranks, after the model's. All ranks call it.
