@@ -152,3 +152,30 @@ OF_TORCH = inspect.signature(TorchDDP.__init__).parameters
 
 
 since_213 = pytest.mark.skipif("forward_sync_buffers" not in OF_TORCH, reason="compares with torch's class of 2.13")
+
+
+class Stacked(torch.optim.Optimizer):
+    """Momentum of all matrices of a group in one tensor, in the state of the first, as nanochat's MuonAdamW has it."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params = group["params"]
+            grads = torch.stack([p.grad for p in params])
+            momentum = self.state[params[0]].setdefault("momentum", torch.zeros_like(grads))
+            momentum.mul_(0.9).add_(grads)
+            torch._foreach_add_(params, [*momentum.unbind()], alpha=-group["lr"])
+
+
+def stacks(model: nn.Module) -> Stacked:
+    """The optimizer, with a group for each shape: of five matrices, and of one that most ranks do not own."""
+    shapes = dict.fromkeys(p.shape for p in model.parameters())
+    return Stacked([{"params": [p for p in model.parameters() if p.shape == shape]} for shape in shapes])
+
+
+def alike() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)), nn.Linear(8, 3, bias=False))

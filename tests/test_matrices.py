@@ -20,6 +20,7 @@ from fnddp.core.codec import encode
 from fnddp.integrations.checkpoint import async_save, load, save
 from fnddp.integrations.fsdp import Matrices, compress_shards, matrices, own_matrices
 from fnddp.laws import gather
+from tests.models import alike, stacks
 from tests.ranks import on_ranks
 from tests.sharded import meshes
 
@@ -194,6 +195,27 @@ def test_random_numbers_of_a_run_that_is_resumed_go_on(rank: int):
     for each in (sharded, again):
         each.step(rank, 2)
     assert all(map(torch.equal, again.weights(), sharded.weights()))
+
+
+@on_ranks(1, 2, 3)
+def test_an_optimizer_may_stack_the_gradients_of_a_group(rank: int):
+    """Its groups have what a rank owns alone. What it computes is torch's SGD, which runs on shards."""
+    made: list[tuple[Any, torch.optim.Optimizer]] = []
+    for make in (stacks, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)):
+        model = alike()
+        fully_shard(model, mesh=meshes(dist.get_world_size(), names="shard"))
+        made.append((model, make(model)))
+    own_matrices(*made[0])
+    for step in range(3):
+        for model, optimizer in made:
+            model(
+                torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * rank + step))
+            ).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (owned, _), (shards, _) = made
+    for p, want in zip(owned.parameters(), shards.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), want.full_tensor())
 
 
 class Noted(torch.optim.Muon):

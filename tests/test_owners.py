@@ -27,7 +27,7 @@ from fnddp.integrations.checkpoint import async_save, load, save
 from fnddp.laws import bits, gather
 from fnddp.reducers.halves import with_halves
 from fnddp.simulation.ranks import RankFailed
-from tests.models import assert_equal_on_ranks
+from tests.models import alike, assert_equal_on_ranks, stacks
 from tests.ranks import on_ranks
 from tests.rings import one_of
 
@@ -756,6 +756,23 @@ def test_a_state_of_optimizers_with_frozen_parameters(rank: int):
         if step == 1:
             owned.model.load_optimizer_state_dict(get_optimizer_state_dict(every.net, every.optimizers))
     require_equal(owned.net, every.net)
+
+
+@on_ranks(1, 2, 3)
+def test_an_optimizer_may_stack_the_gradients_of_a_group(rank: int):
+    """Its groups have what a rank owns alone in a step, and between steps all that they had, for schedules."""
+    owned, every = alike(), alike()
+    mine, reference = stacks(owned), stacks(every)
+    models = [(fnddp.own(owned, mine), mine), (fnddp.DistributedDataParallel(every, sync="two_shot"), reference)]
+    groups = [len(group["params"]) for group in mine.param_groups]
+    for step in range(3):
+        for model, optimizer in models:
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * rank + step))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    require_equal(owned, every)
+    assert [len(group["params"]) for group in mine.param_groups] == groups == [5, 1]
 
 
 def test_owners_are_balanced_by_cost_and_shown():

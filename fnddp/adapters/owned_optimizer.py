@@ -1,7 +1,7 @@
 """An optimizer whose parameters are those that a rank owns, and the second hop, which sends what it makes of them."""
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fnddp.plan.draft import Donation
 from fnddp.reducers.carriers import all_gather
 from fnddp.reducers.halves import Owners, to_all, with_halves
 from fnddp.run.engine import Engine
-from fnddp.run.hops import codecs_of, mark_states, require_same_parameters
+from fnddp.run.hops import codecs_of, groups_of, mark_states, require_same_parameters
 from fnddp.run.lane import Lane
 from fnddp.torch_private import without_step_hooks
 from fnddp.transforms.memory import ef21
@@ -215,17 +215,9 @@ class OwnedOptimizer:
         for name, seen in self._seen.items():
             seen.copy_(self._rows(name))
 
-    @contextmanager
-    def without_others(self) -> Generator[None]:
-        """Hide the gradients that stand for leaves of other ranks."""
-        grads = [p.grad for p in self.others.values()]
-        try:
-            for p in self.others.values():
-                p.grad = None
-            yield
-        finally:
-            for p, grad in zip(self.others.values(), grads, strict=True):
-                p.grad = grad
+    def alone(self) -> AbstractContextManager[None]:
+        """Let the groups of the optimizer have what this rank owns alone."""
+        return groups_of(self.optimizer, {p: p for p in self.own.values()})
 
     @contextmanager
     def filled(self) -> Generator[None]:
@@ -243,7 +235,7 @@ class OwnedOptimizer:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
             for p in self.own.values():
                 p.grad = torch.zeros_like(p)
-            with self.without_others(), without_step_hooks([self.optimizer]):
+            with self.alone(), without_step_hooks([self.optimizer]):
                 type(self.optimizer).step(self.optimizer)
             yield
         finally:

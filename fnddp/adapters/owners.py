@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
-from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -31,17 +30,19 @@ from fnddp.run.engine import begin_next
 from fnddp.run.hops import (
     default_cap_mb,
     first_hop,
-    has_closure,
+    named_groups,
     options_of,
     owned_in,
     owners_of,
     parameters_of,
+    refuse_closure,
     require_own_state,
     require_same_groups,
     require_shapes,
     second_hop,
     several,
     to_their_owners,
+    wrap_step,
 )
 from fnddp.run.step import Synchronized
 from fnddp.run.vote import StepFailedError
@@ -141,11 +142,7 @@ class OwnerDataParallel(DistributedDataParallel):
     def _wrap(self, sharded: OwnedOptimizer) -> None:
         """Let `step` and `zero_grad` of the optimizer do what is theirs here, as schedulers wrap `step`."""
         optimizer: Any = sharded.optimizer
-        step, zero_grad = optimizer.step, optimizer.zero_grad
-
-        @functools.wraps(step)
-        def stepped(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._step(sharded, step, args, kwargs)
+        zero_grad = optimizer.zero_grad
 
         @functools.wraps(zero_grad)
         def zeroed(*args: Any, **kwargs: Any) -> None:
@@ -154,8 +151,8 @@ class OwnerDataParallel(DistributedDataParallel):
             for p in sharded.parameters.values():
                 p.grad = None
 
-        # A method, as schedulers expect it, which wrap it in turn.
-        optimizer.step, optimizer.zero_grad = MethodType(stepped, optimizer), zeroed
+        wrap_step(optimizer, functools.partial(self._step, sharded))
+        optimizer.zero_grad = zeroed
 
     @torch_private.untraced
     def _step(self, sharded: OwnedOptimizer, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -166,13 +163,9 @@ class OwnerDataParallel(DistributedDataParallel):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_over
-            if has_closure(args, kwargs):
-                raise TypeError(
-                    f"own: {type(sharded.optimizer).__name__}.step got a closure, which may evaluate the model between "
-                    "updates that other ranks do not have yet; call backward(), then step()"
-                )
+            refuse_closure("own", sharded.optimizer, args, kwargs)
             sharded.check()
-            with sharded.without_others():
+            with sharded.alone():
                 done = step(*args, **kwargs)
             is_over = True
             self._send(sharded)
@@ -437,7 +430,7 @@ class OwnerDataParallel(DistributedDataParallel):
         for each in self._sharded:
             count = len(each.optimizer.param_groups)
             of_optimizer, groups = groups[:count], groups[count:]
-            names = [name for group in self._names(each) for name in group]
+            names = [name for group in named_groups(each.optimizer, self._name_of(each)) for name in group["params"]]
             own = {without_wrappers(name): name for name in each.own}
             state = {
                 i: {key: each.own_part(own[name], value) for key, value in saved["state"][name].items()}
@@ -467,19 +460,13 @@ class OwnerDataParallel(DistributedDataParallel):
         """
         return OptimizerCheckpoint(self)
 
-    def _names(self, each: OwnedOptimizer) -> list[list[str]]:
+    def _name_of(self, each: OwnedOptimizer) -> dict[int, str]:
         everyone = *self.module.named_parameters(), *each.parameters.items()  # frozen ones, too
         everyone = *everyone, *each.own.items(), *each.others.items()
-        name_of = {id(p): without_wrappers(name) for name, p in everyone}  # as torch saves them
-        return [[name_of[id(p)] for p in g["params"] if id(p) in name_of] for g in each.optimizer.param_groups]
+        return {id(p): without_wrappers(name) for name, p in everyone}  # as torch saves them
 
     def _groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = []
-        for each in self._sharded:
-            for names, group in zip(self._names(each), each.optimizer.param_groups, strict=True):
-                options = {k: v for k, v in group.items() if k != "params"}
-                groups.append({**on_cpu(options), "params": names})
-        return groups
+        return [group for each in self._sharded for group in named_groups(each.optimizer, self._name_of(each))]
 
     def _joined(self, owners: Owners, name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
         if len(parts) < 2:

@@ -1,8 +1,11 @@
 """The two hops of sharded optimizers: the owner of each parameter, and what travels to owners and back."""
 
+import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fnddp import torch_private
 from fnddp.core.codec import Codec
 from fnddp.core.parse import pipeline_of
-from fnddp.core.state import describe
+from fnddp.core.state import describe, on_cpu
 from fnddp.core.sync import Sync, all_in
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
@@ -43,9 +46,52 @@ def several(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer])
     return list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
 
 
-def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if an optimizer's step has got a closure; Accelerate gives None."""
-    return any(each is not None for each in (*args, kwargs.get("closure")))
+def wrap_step(optimizer: torch.optim.Optimizer, stepped: Callable[..., Any]) -> None:
+    """Let `optimizer.step` call `stepped` with the step of before, its positional arguments, and those by name."""
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def wrapped(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return stepped(step, args, kwargs)
+
+    optimizer.step = MethodType(wrapped, optimizer)  # a method, as schedulers expect it, which wrap it in turn
+
+
+def refuse_closure(who: str, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise a TypeError if an optimizer's step has got a closure; Accelerate gives None."""
+    if any(each is not None for each in (*args, kwargs.get("closure"))):
+        raise TypeError(
+            f"{who}: {type(optimizer).__name__}.step got a closure, which may evaluate the model between updates that "
+            "other ranks do not have yet; call backward(), then step()"
+        )
+
+
+@contextmanager
+def groups_of(optimizer: torch.optim.Optimizer, own: Mapping[Any, Tensor]) -> Generator[None]:
+    """Let the groups of an optimizer have `own[p]` for each parameter p in it, and no others, for the block.
+
+    Groups without any are left out. So an optimizer may stack the gradients of a group.
+    """
+    groups = [*optimizer.param_groups]
+    held = [group["params"] for group in groups]
+    for group in groups:
+        group["params"] = [own[p] for p in group["params"] if p in own]
+    optimizer.param_groups[:] = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        optimizer.param_groups[:] = groups
+        for group, params in zip(groups, held, strict=True):
+            group["params"] = params
+
+
+def named_groups(optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer as torch saves them, with names of parameters by their ids, on the CPU."""
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        names = [name_of[id(p)] for p in group["params"] if id(p) in name_of]
+        groups.append({**on_cpu({key: value for key, value in group.items() if key != "params"}), "params": names})
+    return groups
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
 
+from fnddp.core.sync import all_in
 from fnddp.ir import program
 from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Collective, Name, Operation, Segment
+from fnddp.reducers.halves import to_all, to_owners
 from fnddp.wire.kinds import ALL_REDUCE
 
 PREFIX = "fnddp "  # of everything on a profiler's clock
+MOST_PARTS = 24  # of a table of owners that are listed
 
 
 def text(path: str) -> str:
@@ -112,7 +115,7 @@ def _look(segment: Segment) -> tuple[int, str]:
 
 def show(plan: PlanData, code: bool = False) -> str:
     """See `Plan.show`."""
-    lines = [*header(plan)]
+    lines = [*header(plan), *owners_of_rows(plan)]
     for slot, of_slot in groupby(runs(plan, merged=not code), key=lambda run: run.slot):
         lines += ["", f"slot {slot}"]
         for run in of_slot:
@@ -135,6 +138,22 @@ def header(plan: PlanData) -> list[str]:
         f"{count(buckets, 'bucket')}; {', '.join(_ranks(n, name) for name, n in sizes.items()) or 'no collectives'}"
         f"{'' if plan.backend is None else f'; run by {plan.backend}'}",
     ]
+
+
+def owners_of_rows(plan: PlanData) -> list[str]:
+    """Return the table of each bucket whose leaves have owners: which elements are in the row of which rank."""
+    owners = next((each.owners for each in all_in(plan.sync) if isinstance(each, to_owners | to_all)), None)
+    lines: list[str] = []
+    for bucket in dict.fromkeys(plan.buckets.values()) if owners is not None else ():
+        leaves = {path: plan.leaves[path].dtype for path, at in plan.buckets.items() if at == bucket}
+        of_rows = {path: each.is_complex for path, each in leaves.items() if each.is_floating_point or each.is_complex}
+        assert owners is not None
+        table = str(owners.table({path: pairs for path, pairs in of_rows.items() if owners.shape(path).numel()}))
+        _, *rows = listed = table.splitlines()
+        more = [f"... {len(rows) - MOST_PARTS} more"] if len(rows) > MOST_PARTS else []
+        lines += ["", f"rows of owners in bucket {bucket}, in elements"]
+        lines += [f"  {each}" for each in [*listed[: MOST_PARTS + 1], *more]]
+    return lines
 
 
 def footer(plan: PlanData) -> list[str]:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, zip_longest
-from types import MethodType
 from typing import Any
 from zlib import crc32
 
@@ -15,22 +14,26 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fnddp.core import collectives
 from fnddp.core.agreement import agree_over
-from fnddp.core.codec import Encoded, Key, Layer, Layers, Payload, batches_of, encode
+from fnddp.core.codec import Encoded, Key, Layer, Layers, Payload, encode
 from fnddp.core.group import group_name
 from fnddp.core.state import describe, on_cpu
 from fnddp.core.sync import Sync
+from fnddp.core.table import Cut, Hop, Table
 from fnddp.core.tree import Leaves, changed, without_wrappers
 from fnddp.integrations.fsdp.unit import layers_of
-from fnddp.reducers.halves import OwnerRows, Owners, to_all
+from fnddp.reducers.halves import Owners, to_all
 from fnddp.run.hops import (
-    has_closure,
+    groups_of,
     mark_states,
+    named_groups,
     options_of,
+    refuse_closure,
     require_ownable,
     require_same_groups,
     require_same_parameters,
     require_shapes,
     second_hop,
+    wrap_step,
 )
 from fnddp.run.vote import StepFailedError
 from fnddp.torch_private import between_step_hooks, untraced
@@ -64,6 +67,8 @@ class Matrices:
         self.owners = Owners.in_order(parameters, n, costs)
         shapes = tuple((name, p.shape) for name, p in parameters.items())
         self._shards = Owners(n, shapes, ())  # rows of each matrix, as FSDP cuts it
+        sizes = {name: self._shards.sent_shape(name).numel() for name in parameters}
+        self._table = Table(n, {name: Cut(sizes[name], sizes[name], self.owners.owner(name)) for name in parameters})
         self._gradients, self._weights = layers_of(gradients), layers_of(weights)
         self._sends_differences = isinstance(weights, ef21)
         self._own: dict[str, nn.Parameter] = {}
@@ -77,13 +82,7 @@ class Matrices:
         self._course: Generator[list[str]] = self._exchanges()
         self._tell: Callable[[BaseException], None] | None = None  # what other ranks wait for, if this one fails
         mark_states("own_matrices", optimizer, self.owners, self._rank, self._parameters)
-        step = optimizer.step
-
-        @functools.wraps(step)
-        def stepped(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._step(step, args, kwargs)
-
-        optimizer.step = MethodType(stepped, optimizer)
+        wrap_step(optimizer, self._step)
 
     def _rounds_of(self, cap: float) -> list[list[str]]:
         """Return the matrices of each message of at most `cap` bytes, the costliest of each owner first."""
@@ -154,8 +153,7 @@ class Matrices:
             raise
 
     def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if has_closure(args, kwargs):
-            raise TypeError("own_matrices: step got a closure, which would see shards of before; leave it out")
+        refuse_closure("own_matrices", self.optimizer, args, kwargs)
         replaced = [name for name, p in self._parameters.items() if self._model.get_parameter(name) is not p]
         if replaced:
             raise RuntimeError(
@@ -254,19 +252,15 @@ class Matrices:
     @contextmanager
     def _in_place_of_shards(self, names: list[str]) -> Generator[None]:
         """Let the optimizer have the whole matrices of `names` that this rank owns, and their state, for the block."""
-        state, groups = self.optimizer.state, self.optimizer.param_groups
+        state = self.optimizer.state
         own_of = {self._parameters[name]: self._own[name] for name in names if name in self._own}
-        held = [group["params"] for group in groups]
         for p, own in own_of.items():
             if p in state:
                 state[own] = state.pop(p)
-        for group in groups:
-            group["params"] = [own_of[p] for p in group["params"] if p in own_of]
         try:
-            yield
+            with groups_of(self.optimizer, own_of):
+                yield
         finally:
-            for group, params in zip(groups, held, strict=True):
-                group["params"] = params
             for p, own in own_of.items():
                 own.grad = None
                 if own in state:  # by the parameter of the model, as in its groups
@@ -275,26 +269,21 @@ class Matrices:
     @torch.no_grad()
     def _receive(self, names: list[str]) -> Callable[[], None]:
         """Start to send the shards of gradients to the owners; return a function that waits for those of this rank."""
-        of_owner: list[Leaves] = [{} for _ in range(self.owners.n)]
+        rows: Leaves = {}
         for name in names:
             grad = self._parameters[name].grad
             if grad is None:
                 continue  # of a matrix that no rank has used
             assert isinstance(grad, DTensor)
-            of_owner[self.owners.owner(name) or 0][name] = self._padded(name, grad.to_local()).reshape(1, -1)
-        layers = self._layers(self._gradients)
-        batches = [batches_of(layers, rows) for rows in of_owner]
-        encoded = [
-            {name: self._encoded(layers, b.x, Key(name, self._rank)) for name, b in each.items()} for each in batches
-        ]
-        rows = OwnerRows(batches, encoded)
-        wait = collectives.start_all_to_all(rows.to_each(), self._group)
+            rows[name] = self._padded(name, grad.to_local()).reshape(1, -1)
+        hop = Hop.of(self._table, self._layers(self._gradients), rows, self._rank, encoded=self._encoded)
+        wait = collectives.start_all_to_all(hop.to_each(), self._group)
 
         @torch.no_grad()
         def received() -> None:
             moved = wait()
-            for name in batches[self._rank]:
-                whole = encoded[self._rank][name].decode(rows.received(moved, self._rank, name))  # [n, rows of a shard]
+            for name in [each for each in hop.encoded if each in self._own]:
+                whole = hop.encoded[name].decode(hop.payload(moved, name))  # [n, rows of a shard]
                 own, shape = self._own[name], self.owners.shape(name)
                 own.grad = whole.reshape(-1, *shape[1:])[: shape[0]].to(own.dtype).contiguous()
 
@@ -304,18 +293,13 @@ class Matrices:
     def _send(self, names: list[str]) -> Callable[[], None]:
         """Start to send the rows of matrices from their owners; return a function that writes them to shards."""
         n, layers, device = self.owners.n, self._layers(self._weights), next(iter(self._parameters.values())).device
-        of_owner: list[Leaves] = [{} for _ in range(n)]
+        likes: Leaves = {}
         for name in names:
-            size = self._shards.sent_shape(name).numel()
-            dtype = self._parameters[name].dtype
-            of_owner[self.owners.owner(name) or 0][name] = torch.empty(1, size, dtype=dtype, device="meta")
-        batches = [batches_of(layers, rows) for rows in of_owner]
-        likes: list[dict[str, Encoded]] = [
-            {name: encode(layers, b.x, Key(name, 0)) for name, b in each.items()} for each in batches
-        ]
-        rows = OwnerRows(batches, likes)
+            size, dtype = self._shards.sent_shape(name).numel(), self._parameters[name].dtype
+            likes[name] = torch.empty(1, size, dtype=dtype, device="meta")
+        hop = Hop.of(self._table, layers, likes, 0)
         mine: dict[str, Payload] = {}
-        for name in batches[self._rank]:
+        for name in [each for each in hop.encoded if each in self._own]:
             own = self._own[name].detach()
             value = own - self._seen[name] if self._sends_differences else own
             height = self._shards.sent_shape(name)[0] * n
@@ -324,21 +308,21 @@ class Matrices:
             mine[name] = encoded.payload
             if self._sends_differences:
                 self._seen[name] += encoded.decode(encoded.payload).reshape(whole.shape)[: value.shape[0]]
-        wait = collectives.start_all_to_all(rows.of_each(self._rank, mine, device), self._group)
+        wait = collectives.start_all_to_all(hop.of_each(self._rank, mine, device), self._group)
 
         @torch.no_grad()
         def returned() -> None:
             moved = wait()
-            for owner in range(n):
-                for name in batches[owner]:
-                    local = self._parameters[name].to_local()
-                    row = likes[owner][name].decode(rows.sent(moved, owner, name)).reshape(-1, *local.shape[1:])
-                    row = row[: local.shape[0]]
-                    local.add_(row) if self._sends_differences else local.copy_(row)
+            for name, each in hop.encoded.items():
+                local = self._parameters[name].to_local()
+                row = each.decode(hop.payload(moved, name, of_owner=True)).reshape(-1, *local.shape[1:])[
+                    : local.shape[0]
+                ]
+                local.add_(row) if self._sends_differences else local.copy_(row)
 
         return returned
 
-    def _encoded(self, layers: Layers, x: Tensor, key: Key) -> Encoded:
+    def _encoded(self, layers: Layers, x: Tensor, key: Key, _: Tensor | None = None) -> Encoded:
         """Return `x` encoded, or zeros of that form behind an error: the other ranks wait for them."""
         if self._kept is None:
             try:
@@ -393,11 +377,7 @@ class Matrices:
         }
 
     def _named_groups(self) -> list[dict[str, Any]]:
-        name_of = {id(p): name for name, p in self._parameters.items()}
-        return [
-            {**group, "params": [name_of[id(p)] for p in group["params"] if id(p) in name_of]}
-            for group in self.optimizer.param_groups
-        ]
+        return named_groups(self.optimizer, {id(p): name for name, p in self._parameters.items()})
 
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load the result of `optimizer_state_dict`, of any number of ranks, after the model's. All ranks call it.
