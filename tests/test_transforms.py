@@ -147,6 +147,11 @@ BAD_OPTIONS = {
     "random_k(allreduce, k=0)": "k must be at least 1",
     "random_block(allreduce, ratio=1.5)": r"ratio must be in \(0, 1\]",
     "random_block(allreduce, ratio=0.5, block=3)": "give ratio or block",
+    "rotate(allreduce, block=24)": "rotate: block must be a power of two from 2 to 1024, got 24",
+    "rotate(allreduce, block=1)": "block must be a power of two from 2 to 1024, got 1",
+    "rotate(allreduce, block=2048)": "block must be a power of two from 2 to 1024, got 2048",
+    "rotate(all_reduce(op='max'))": "rotate: .* takes a max or min, of elements that are mixed",
+    "quantize(rotate(two_shot), bits=4)": r"quantize: rotate\(two_shot\) carries no encoded payloads",
     "fp8(allgather, format='e3m4')": "format must be one of e4m3, e5m2, e2m1",
     "fp8(allgather, format='e2m1', block=5)": "block must be even for e2m1, .* got 5",
     "fp8(allgather, scale='e4m3')": "scale must be one of float32, e8m0",
@@ -264,6 +269,7 @@ AS_GIVEN = {  # and what follows from defaults, which users run
     "powersgd(allreduce)": "powersgd(allreduce, 1, True, 2, 'cholesky', 1e-6, seed=0, alternate=False, refresh=0)",
     "random_k(allreduce, 0.5)": "random_k(allreduce, ratio=0.5, k=None, unbiased=False, seed=0)",
     "random_block(allreduce, 0.5)": "random_block(allreduce, ratio=0.5, block=None, unbiased=False, seed=0)",
+    "rotate(allreduce)": "rotate(allreduce, block=32, seed=0)",
     "fp16(allreduce)": "cast(allreduce, 'float16', check=False, rounding='nearest', seed=0)",
 }
 AT_THE_END_OF_THEIR_RANGE = [
@@ -272,6 +278,7 @@ AT_THE_END_OF_THEIR_RANGE = [
     *("clip_by_global_norm(allreduce, max_norm=0.5)", "bucketize(allreduce, cap_mb=0.5, first_cap_mb=0.5)"),
     *("powersgd(allreduce, refresh=2)", "powersgd(allreduce, min_compression_rate=0, epsilon=0)"),
     "hierarchical(clip_by_global_norm(all_reduce(group='1'), 1.0), intra='0', shard=False)",
+    *("rotate(allreduce, block=2)", "rotate(allreduce, block=1024)"),
     *("warmup(allreduce, steps=0)", "every(1, allreduce)", "qsgd(allgather, levels=127, block=1)"),
 ]
 
