@@ -43,7 +43,7 @@ EXAMPLES = {
     "two_shot_mean": "bf16(two_shot_mean())",
     "to_owners": "error_feedback(quantize(to_owners(), bits=4))",
     "to_all": "quantize(to_all(), bits=4, rounding='stochastic')",
-    "random_k": "error_feedback(random_k(fp16(allreduce), ratio=0.3))",
+    "random_k": "error_feedback(random_k(fp16(allreduce), ratio=0.3), residual='int8')",
     "random_block": "random_block(bf16(two_shot), block=7, unbiased=True)",
     "rotate": "error_feedback(rotate(quantize(two_shot, bits=4), block=16))",
     "topk": "topk(quantize(allgather, bits=4, rounding='stochastic'), k=5, chunk=32)",
@@ -139,6 +139,7 @@ TRANSFORMS: list[Callable[[Sync], Sync]] = [
 ]
 MEMORY = [
     *(partial(fnddp.error_feedback, decay=decay) for decay in (1.0, 0.5)),
+    partial(fnddp.error_feedback, residual="int8"),
     *(partial(fnddp.ef21, eta=eta) for eta in (1.0, 0.5)),
     *(partial(fnddp.momentum_correction, momentum=0.5, masking=masking) for masking in (False, True)),
 ]

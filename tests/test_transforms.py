@@ -103,6 +103,7 @@ BAD_OPTIONS = {
     "powersgd(fp16(all_reduce(op='max')))": "factors P and Q must add",
     "error_feedback(allreduce, decay='1')": "decay must be a finite number, got '1'",
     "error_feedback(allreduce, decay=1.5)": r"decay must be in \[0, 1\], got 1.5",
+    "error_feedback(allreduce, residual='int4')": "error_feedback: residual must be one of float32, int8, got 'int4'",
     "error_feedback(allreduce, decay=-0.5)": r"decay must be in \[0, 1\], got -0.5",
     "error_feedback(all_reduce(op='min'))": "losses do not add up",
     "ef21(allgather, eta=0)": r"ef21: eta must be in \(0, 1\], got 0",
@@ -262,7 +263,7 @@ def test_what_is_not_finite_stays_so_in_stochastic_rounding() -> None:
 
 AS_GIVEN = {  # and what follows from defaults, which users run
     "bucketize(allreduce)": "bucketize(allreduce, cap_mb=25, first_cap_mb=1)",
-    "error_feedback(allreduce)": "error_feedback(allreduce, decay=1)",
+    "error_feedback(allreduce)": "error_feedback(allreduce, decay=1, residual='float32')",
     "ef21(allreduce)": "ef21(allreduce, eta=1)",
     "momentum_correction(allreduce)": "momentum_correction(allreduce, momentum=0.9, masking=True)",
     "shared_momentum(allreduce)": "shared_momentum(allreduce, beta=0.9)",
@@ -361,6 +362,17 @@ def test_a_state_of_another_pipeline_is_named(text):
     if more is not None:
         with pytest.raises(ValueError, match="no entry for leaf 'w', which needs one of shape"):
             fnddp.parse(text[:-1] + more)(grads, sync.init(grads))
+
+
+def test_a_residual_of_another_dtype_is_named():
+    wide, small = error_feedback(bf16(allreduce)), error_feedback(bf16(allreduce), residual="int8")
+    grads = {"w": torch.ones(64, 32)}
+    with pytest.raises(ValueError, match=r"no entry for leaf 'w', which needs one of shape \(16,\)"):
+        small(grads, wide.init(grads))
+    with pytest.raises(ValueError, match="an entry for 'w', which is no leaf that needs one"):
+        wide(grads, small.init(grads))
+    with pytest.raises(ValueError, match=r"missing \['local/scale.w'\]"):
+        fnddp.load_state_dict(small.init(grads), fnddp.state_dict(wide.init(grads)))
 
 
 @on_ranks(3, threads=True)
