@@ -22,11 +22,17 @@ LOSSY = [
     "cast(hierarchical(powersgd(all_gather('across')), 'inside', shard=False), 'bfloat16', rounding='stochastic')",
     "error_feedback(hierarchical(sign(all_gather('across')), intra='inside'))",
     "hierarchical(cast(all_reduce('across'), 'float16', rounding='stochastic'), intra='inside', shard=False)",
+    "hierarchical(quantize(two_shot(group='across'), bits=4), intra=quantize(two_shot(group='inside')))",
+    "hierarchical(powersgd(all_reduce('across'), min_compression_rate=0), intra=bf16(two_shot(group='inside')))",
+    "error_feedback(hierarchical(sign(all_gather('across')), intra=sign(two_shot(group='inside'))))",
+    "rotate(hierarchical(error_feedback(quantize(two_shot(group='across'), bits=4), residual='int8'), "
+    "intra=quantize(two_shot(group='inside'), rounding='stochastic')), block=8)",
 ]
 EXACT = [
     "hierarchical(all_reduce(group='across'), intra='inside')",
     "hierarchical(all_gather('across'), intra='inside')",
     "hierarchical(all_reduce(group='across'), intra='inside', shard=False)",
+    "hierarchical(all_reduce(group='across'), intra=two_shot(group='inside'))",
 ]
 
 
