@@ -3,6 +3,7 @@
     python benchmarks/convergence.py train     # one line of json for each run, into results/; skips what is there
     python benchmarks/convergence.py report    # tables, the plots and the data of `fnddp.choose`, from what is there
     python benchmarks/convergence.py --quick   # both in a minute, into a temporary folder
+    python benchmarks/convergence.py train --few-bits --ranks 8     # and report: rotations, small residuals, two levels
 
 Each pipeline is trained at the learning rate that is best for the plain mean and, where it loses something there,
 at its own best. A run is one process's: the ranks are simulated (`fnddp.simulate_training`), and runs on 8 and on 64
@@ -72,6 +73,20 @@ CLOSE = (  # to the plain mean, as far as three seeds show: more of them, on 8 r
     "shared_momentum(error_feedback(bucketize(quantize(two_shot, bits=4))))",
     f"shared_momentum({ONE_BIT}, beta=0.5)",
 )
+ACROSS, INSIDE = "two_shot(group='across')", "two_shot(group='inside')"
+FEW_BITS = [  # compared on one machine, with a plain mean of their own; `fnddp.choose` does not know them
+    EXACT,
+    "error_feedback(bucketize(quantize(two_shot, bits=4)))",
+    "error_feedback(bucketize(quantize(two_shot, bits=4)), residual='int8')",
+    "error_feedback(bucketize(rotate(quantize(two_shot, bits=4))))",
+    "bucketize(quantize(two_shot, bits=4))",
+    "bucketize(rotate(quantize(two_shot, bits=4)))",
+    "error_feedback(bucketize(lloyd_max(two_shot)))",
+    "error_feedback(bucketize(rotate(lloyd_max(two_shot))))",
+    f"bucketize(hierarchical(quantize({ACROSS}, bits=4), intra=quantize({INSIDE})))",
+    f"bucketize(rotate(hierarchical(quantize({ACROSS}, bits=4), intra=quantize({INSIDE}))))",
+]
+NODE = 4  # ranks of a node, in pipelines of two levels
 OVER_FEW = "allgather"  # receives n - 1 payloads: on 64 ranks these send more than the plain mean
 HAS_MOMENTUM = "shared_momentum"  # gives a momentum, so the optimizer behind it has none of its own
 SEARCHED = 0.01  # nats above the plain mean: what is safe, and from which on a pipeline's own rate is searched
@@ -354,14 +369,26 @@ def losses_of(
     task: Task, model: nn.Module, sync: fnddp.Sync, n: int, seed: int, optimizer: Callable[..., torch.optim.Optimizer]
 ) -> tuple[float, float]:
     """Trains, and returns the loss on held-out data and that of the last ten steps; NaN if numbers were not finite."""
-    batches = task.batches(n, seed, task.steps)
+    batches, groups = task.batches(n, seed, task.steps), None if sync.groups == {None} else nodes(n)
     try:
         after = fnddp.simulate_training(
-            partial(task.loss, model), named_parameters(model), batches, sync, world_size=n, optimizer=optimizer
+            partial(task.loss, model),
+            named_parameters(model),
+            batches,
+            sync,
+            world_size=n,
+            optimizer=optimizer,
+            groups=groups,
         )
     except torch.linalg.LinAlgError:  # of what is not finite
         return math.nan, math.nan
     return task.quality(model, after.params), after.losses[-10:].mean().item()
+
+
+def nodes(n: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """How the groups of two levels divide `n` ranks."""
+    inside = tuple(tuple(range(first, first + NODE)) for first in range(0, n, NODE))
+    return {"inside": inside, "across": tuple(zip(*inside, strict=True))}
 
 
 def done(task: Task, run: Run) -> dict[str, Any]:
@@ -466,7 +493,8 @@ def named_parameters(module: nn.Module) -> dict[str, Tensor]:
 def cost(text: str, n: int, large: dict[str, Tensor], trained: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
     """Bytes of a step, and its time on each link, nothing hidden behind backward and nothing for encoding."""
     sync = fnddp.parse(text)
-    repeated = period(sync, large, world_size=n)
+    size = n if sync.groups == {None} else {"inside": NODE, "across": n // NODE}
+    repeated = period(sync, large, world_size=size)
     links = {rate: Link.parse(f"{rate}:{LATENCY}") for rate in RATES}
     return {
         "pipeline": text,
@@ -479,7 +507,7 @@ def cost(text: str, n: int, large: dict[str, Tensor], trained: dict[str, dict[st
             for rate, link in links.items()
         },
         "link_bytes_of_trained": {
-            name: link_bytes(period(sync, params, world_size=n)) for name, params in trained.items()
+            name: link_bytes(period(sync, params, world_size=size)) for name, params in trained.items()
         },
     }
 
@@ -542,6 +570,14 @@ def report(
     data = folder / DATA.name if folder != RESULTS else DATA
     data.write_text("[\n" + ",\n".join(json.dumps(row) for row in table.data()) + "\n]\n")
     print(f"{len(lines)} runs, {sum(x['cpu_seconds'] for x in lines) / 3600:.1f} hours of CPU")
+
+
+def report_few_bits(out: Path, ranks: Sequence[int]) -> None:
+    found = found_in(lines_of(out))
+    table = Table(results(found, FEW_BITS), costs(FEW_BITS, ranks, []), FEW_BITS)
+    text = table.losses()
+    out.with_suffix(".md").write_text(text + "\n")
+    print(f"{text}\n{len(found)} runs")
 
 
 class Table:
@@ -831,9 +867,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?", choices=["train", "report"], default="train")
     parser.add_argument("--quick", action="store_true", help="a few runs of a few steps, into a temporary folder")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS / "convergence.jsonl", help="lines of json, one for each run"
-    )
+    parser.add_argument("--few-bits", action="store_true", help="rotations, small residuals, two levels, on their own")
+    parser.add_argument("--out", type=Path, help="lines of json, one for each run; default: a file of results/")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--optimizers", nargs="+", choices=list(RATE), default=list(RATE))
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
@@ -843,6 +878,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"text: {len(TEXT):,} characters, sha256 {SHA256}")
+    pipelines = FEW_BITS if arguments.few_bits else PIPELINES
+    arguments.out = arguments.out or RESULTS / ("few-bits.jsonl" if arguments.few_bits else "convergence.jsonl")
     settings = [Setting(t, o, n) for n in arguments.ranks for o in arguments.optimizers for t in arguments.tasks]
     if arguments.quick:
         with tempfile.TemporaryDirectory() as folder:
@@ -852,7 +889,9 @@ def main() -> None:
             train(out, few, some, [0, 1, 2], steps=3)  # resumes: nothing is left to do
             report(out, Path(folder), few, some, [2, 8])
     elif arguments.command == "train":
-        train(arguments.out, settings, PIPELINES[: arguments.first], arguments.seeds, arguments.steps)
+        train(arguments.out, settings, pipelines[: arguments.first], arguments.seeds, arguments.steps)
+    elif arguments.few_bits:
+        report_few_bits(arguments.out, arguments.ranks)
     else:
         report(arguments.out, arguments.out.parent, settings, PIPELINES, [2**i for i in range(1, 11)])
 

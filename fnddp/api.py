@@ -75,6 +75,7 @@ from fnddp.transforms.memory import without_momentum as without_momentum
 from fnddp.transforms.powersgd import powersgd as powersgd
 from fnddp.transforms.random_k import random_block as random_block
 from fnddp.transforms.random_k import random_k as random_k
+from fnddp.transforms.rotate import rotate as rotate
 from fnddp.transforms.weighted import weighted as weighted
 from fnddp.version import __version__ as __version__
 from fnddp.wire.counter import WireCounter as WireCounter

@@ -43,8 +43,9 @@ EXAMPLES = {
     "two_shot_mean": "bf16(two_shot_mean())",
     "to_owners": "error_feedback(quantize(to_owners(), bits=4))",
     "to_all": "quantize(to_all(), bits=4, rounding='stochastic')",
-    "random_k": "error_feedback(random_k(fp16(allreduce), ratio=0.3))",
+    "random_k": "error_feedback(random_k(fp16(allreduce), ratio=0.3), residual='int8')",
     "random_block": "random_block(bf16(two_shot), block=7, unbiased=True)",
+    "rotate": "error_feedback(rotate(quantize(two_shot, bits=4), block=16))",
     "topk": "topk(quantize(allgather, bits=4, rounding='stochastic'), k=5, chunk=32)",
     "quantize": "quantize(bf16(two_shot), bits=2, block=16)",
     "fp8": "fp8(two_shot, block=16)",
@@ -133,10 +134,12 @@ TRANSFORMS: list[Callable[[Sync], Sync]] = [
     *(partial(fnddp.bucketize, cap_mb=cap_mb, first_cap_mb=0.0002) for cap_mb in (0.0005, 25)),
     fnddp.squared,
     *(partial(fnddp.random_k, ratio=ratio, unbiased=ratio < 1) for ratio in (0.2, 1)),
+    *(partial(fnddp.rotate, block=block) for block in (4, 32)),
     lambda inner: fnddp.partition({"*": inner}),
 ]
 MEMORY = [
     *(partial(fnddp.error_feedback, decay=decay) for decay in (1.0, 0.5)),
+    partial(fnddp.error_feedback, residual="int8"),
     *(partial(fnddp.ef21, eta=eta) for eta in (1.0, 0.5)),
     *(partial(fnddp.momentum_correction, momentum=0.5, masking=masking) for masking in (False, True)),
 ]

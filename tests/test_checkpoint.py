@@ -17,11 +17,13 @@ import fnddp
 from fnddp import allreduce, error_feedback, fp16, powersgd
 from fnddp.integrations.checkpoint import async_save, load, save
 from fnddp.laws import bits
+from fnddp.transforms.memory import widened
 from tests.peers import everyones, parameters_of, residual
 from tests.ranks import on_ranks
 from tests.ways import WAYS
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
+SMALL = "error_feedback(quantize(two_shot, bits=4), residual='int8')"
 
 
 def net(norms: int = 0) -> nn.Module:
@@ -93,6 +95,24 @@ def test_a_run_resumes_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
         assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
         assert torch.equal(resumed.residual, whole.residual)
     assert not torch.equal(*everyones(whole.residual))
+
+
+@pytest.mark.parametrize("kind", ["module", "register", "own"])
+@on_ranks(2)
+def test_small_residuals_resume_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
+    whole = Run(kind, SMALL).train(0, 3)
+    save(tmp_path / "all", *whole.parts, sync=whole.keeper)
+    whole.train(3, 6)
+    resumed = Run(kind, SMALL, seed=1).train(0, 1)
+    load(tmp_path / "all", *resumed.parts, sync=resumed.keeper)
+    resumed.train(3, 6)
+    assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
+    assert bits(resumed.keeper.sync_state) == bits(whole.keeper.sync_state)
+    assert resumed.residual.dtype == torch.int8
+    if kind == "module":
+        save(tmp_path / "wide", *Run(kind, SMALL.replace("int8", "float32")).train(0, 1).parts)
+        with pytest.raises(ValueError, match=r"does not fit .*residual='int8'.*missing \['local/scale.0.bias'"):
+            load(tmp_path / "wide", *resumed.parts)
 
 
 @pytest.mark.parametrize("kind", ["module", "register", "own"])
@@ -279,6 +299,30 @@ def test_other_numbers_of_ranks_lose_nothing(gloo: Any, tmp_path: Path) -> None:
         else:
             assert value.any()
             torch.testing.assert_close(alone[key], (value + other[key]) / 2)
+
+
+def _save_small(rank: int, folder: str) -> Any:
+    run = Run("module", SMALL).train(0, 2)
+    save(folder, *run.parts)
+    return run.model.sync_state
+
+
+def _load_small(rank: int, folder: str) -> Any:
+    run = Run("module", SMALL, seed=1)
+    load(folder, *run.parts)
+    return run.model.sync_state
+
+
+def test_fewer_ranks_take_the_mean_of_small_residuals(gloo: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    saved = gloo(2, _save_small, folder)
+    (alone,), four = gloo(1, _load_small, folder), gloo(4, _load_small, folder)
+    assert [bits(each) for each in four] == [bits(saved[i]) for i in (0, 0, 1, 1)]
+    one, other = (widened(each).residual for each in saved)
+    for name, x in widened(alone).residual.items():
+        assert not torch.equal(one[name], other[name])
+        half = float(alone.scale[name].max()) / 2
+        torch.testing.assert_close(x, (one[name] + other[name]) / 2, rtol=0, atol=1.001 * half)
 
 
 def _compiled(module: nn.Module) -> Any:

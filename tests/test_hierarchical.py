@@ -1,13 +1,14 @@
 """Two levels: the laws on nodes of one and two ranks, exact means, who takes which loss, and what travels."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import fnddp
-from fnddp import DistributedDataParallel, allreduce, hierarchical, laws, none
+from fnddp import DistributedDataParallel, allgather, allreduce, hierarchical, laws, none, quantize, two_shot
 from fnddp.plan.period import period
 from fnddp.simulation.ranks import run_threads
 from tests.pipelines import TREES
@@ -22,11 +23,17 @@ LOSSY = [
     "cast(hierarchical(powersgd(all_gather('across')), 'inside', shard=False), 'bfloat16', rounding='stochastic')",
     "error_feedback(hierarchical(sign(all_gather('across')), intra='inside'))",
     "hierarchical(cast(all_reduce('across'), 'float16', rounding='stochastic'), intra='inside', shard=False)",
+    "hierarchical(quantize(two_shot(group='across'), bits=4), intra=quantize(two_shot(group='inside')))",
+    "hierarchical(powersgd(all_reduce('across'), min_compression_rate=0), intra=bf16(two_shot(group='inside')))",
+    "error_feedback(hierarchical(sign(all_gather('across')), intra=sign(two_shot(group='inside'))))",
+    "rotate(hierarchical(error_feedback(quantize(two_shot(group='across'), bits=4), residual='int8'), "
+    "intra=quantize(two_shot(group='inside'), rounding='stochastic')), block=8)",
 ]
 EXACT = [
     "hierarchical(all_reduce(group='across'), intra='inside')",
     "hierarchical(all_gather('across'), intra='inside')",
     "hierarchical(all_reduce(group='across'), intra='inside', shard=False)",
+    "hierarchical(all_reduce(group='across'), intra=two_shot(group='inside'))",
 ]
 
 
@@ -138,6 +145,59 @@ def test_bytes_across_nodes(inner, shard, want):
     assert sum(c.wire_bytes for c in plan.collectives if c.group == "across") == want
 
 
+BOTH = "hierarchical(quantize(two_shot(group='across'), bits=4), intra=quantize(two_shot(group='inside')))"
+
+
+def test_codecs_inside_send_fewer_bytes_on_both_levels() -> None:
+    """Of 4 nodes of 4: 3/4 of each payload leaves a rank in an all_to_all, and all of a shard goes to all."""
+    sizes, params = {"inside": 4, "across": 4}, {"w": torch.empty(256, 128, device="meta")}
+    sent = {c.slot: c for c in fnddp.lower(fnddp.parse(BOTH), params, world_size=sizes).collectives}
+    shard = 256 * 128 // 4
+    of = [(c.kind.name, c.group, c.wire_bytes) for _, c in sorted(sent.items())]
+    assert of == [
+        ("all_to_all", "inside", 4 * (shard + 4 * shard // 128)),
+        ("all_to_all", "across", shard // 2 + 4 * shard // 128),
+        ("all_gather", "across", (shard // 2 + 4 * shard // 128) // 4),
+        ("all_gather", "inside", shard + 4 * shard // 128),
+    ]
+
+
+@pytest.mark.parametrize("text", [BOTH, BOTH.replace("')))", "'), bits=4, rounding='stochastic'))")])
+def test_simulated_levels_are_real_ones(text: str) -> None:
+    """To the bit: both carriers add in rank order."""
+    leaves = [few(rank, 0) for rank in range(4)]
+
+    def mean_of(rank: int) -> dict[str, torch.Tensor]:
+        sync = made(text, rank, 2, 2)
+        return sync(leaves[rank], sync.init(leaves[rank]))[0]
+
+    division = {"inside": ((0, 1), (2, 3)), "across": ((0, 2), (1, 3))}
+    simulation = fnddp.simulate(text, 4, groups=division)
+    stacked = {path: torch.stack([each[path] for each in leaves]) for path in leaves[0]}
+    together, _ = simulation(stacked, simulation.init(stacked))
+    for rank, mean in enumerate(run_threads(4, mean_of)):
+        for path, leaf in mean.items():
+            assert torch.equal(leaf, together[path][rank] if together[path].shape != leaf.shape else together[path])
+
+
+def test_training_on_two_simulated_levels_is_near_that_on_one() -> None:
+    def params_after(text: str, **options: object) -> torch.Tensor:
+        x = torch.randn(5, 4, 8, 6, generator=torch.Generator().manual_seed(0))
+        loss = lambda params, x: (x @ params["w"]).square().mean()  # noqa: E731
+        optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+        start = {"w": torch.ones(6, 3)}
+        batches = [(each,) for each in x]
+        return fnddp.simulate_training(loss, start, batches, text, world_size=4, optimizer=optimizer, **options).params[
+            "w"
+        ]
+
+    division = {"inside": ((0, 1), (2, 3)), "across": ((0, 2), (1, 3))}
+    one, two = params_after("allreduce"), params_after(BOTH, groups=division)
+    assert 0 < (one - two).abs().max() < 0.05
+    with pytest.raises(ValueError, match="the mean of leaf 'w' is not the same on all ranks"):
+        params_after("all_reduce('inside')", groups={"inside": division["inside"]})
+
+
 @on_ranks(4)
 def test_a_module_trains_over_two_levels(rank: int) -> None:
     torch.manual_seed(0)
@@ -163,6 +223,19 @@ def test_pipelines_that_do_not_fit_are_refused():
         hierarchical(allreduce.over("5"), intra="6").over("7")
     with pytest.raises(TypeError, match="add"):
         fnddp.topk(hierarchical(none), k=1)
+    fitting = "must be the group inside the node, or codecs around two_shot"
+    codec = quantize(two_shot)
+    for intra in (quantize(allgather), codec.inner(server_memory=True), allreduce, fnddp.rotate(codec)):
+        with pytest.raises(TypeError, match=fitting):
+            hierarchical(allreduce.over("5"), intra=intra.over("6"))
+    with pytest.raises(TypeError, match=f"{fitting}.*got shard=False"):
+        hierarchical(allreduce.over("5"), intra=codec.over("6"), shard=False)
+    with pytest.raises(ValueError, match=r"another group than '5', that inside the node"):
+        hierarchical(allreduce.over("5"), intra=codec.over("5")).init({})
+    with_codec = hierarchical(allreduce.over("5"), intra=codec)
+    assert with_codec.over("7", unnamed_only=True) == hierarchical(allreduce.over("5"), intra=codec.over("7"))
+    assert with_codec.over("7", unnamed_only=True).over("8", unnamed_only=True).groups == {"5", "7"}
+    assert with_codec.over("7", unnamed_only=True).over(None) == hierarchical(allreduce, intra=codec)
     named = hierarchical(allreduce.over("5"), intra="6")
     assert named.over("7", unnamed_only=True) == named
     assert hierarchical(none).over("7", unnamed_only=True) == hierarchical(none, intra="7")

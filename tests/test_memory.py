@@ -13,6 +13,7 @@ from fnddp import allgather, allreduce, ef21, error_feedback, momentum_correctio
 from fnddp.adapters.handle import warn_without_memory
 from fnddp.core.sync import Sync
 from fnddp.laws import gather
+from fnddp.transforms.memory import from_int8, to_int8
 from tests.ranks import on_ranks
 from tests.rings import one_of
 
@@ -162,6 +163,52 @@ def test_momentum_is_wider_than_gradients():
         mean, state = sync(grads, state)
         mean["w"].zero_()  # an output is the caller's
     assert state.momentum["w"].item() == pytest.approx(1 - 0.999**3000, rel=1e-4)  # in bfloat16 it stops at 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 129, 1000])
+def test_int8_is_within_half_a_level_of_each_block(size: int, dtype: torch.dtype) -> None:
+    wide = torch.promote_types(dtype, torch.float32)
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=wide)
+    x = torch.view_as_real(x) if dtype.is_complex else x
+    x[size // 2 :] *= 1e6  # sets the levels of its own blocks only
+    q, scale = to_int8(x)
+    assert (q.dtype, q.shape, scale.dtype) == (torch.int8, x.shape, wide.to_real())
+    back, half = from_int8(q, scale), scale / 2 * (1 + 1e-3)  # for rounding
+    levels = half.repeat_interleave(-(-x.numel() // half.numel()))[: x.numel()].view(x.shape)
+    assert ((back - x).abs() <= levels).all()
+    assert half.numel() == max(1, -(-x.numel() // 128))
+    assert x.numel() == 0 or q.abs().max() == 127
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 3e38])
+def test_int8_of_the_smallest_and_largest_numbers_is_finite(size: float) -> None:
+    x = torch.tensor([size, -size, size / 3])
+    back = from_int8(*to_int8(x))
+    assert back.isfinite().all()
+    assert ((back - x).abs() <= max(size / 254 * 1.001, 127 * torch.finfo(torch.float32).tiny)).all()
+
+
+def test_small_residuals_take_a_byte_and_a_scale_for_each_block() -> None:
+    grads = {"w": torch.zeros(1000, 128), "b": torch.zeros(100, dtype=torch.bfloat16)}
+    wide, small = (error_feedback(sign(allgather), residual=each).init(grads) for each in ("float32", "int8"))
+    sizes = [sum(part.nbytes for part in fnddp.state_dict(state).values()) for state in (wide, small)]
+    assert sizes == [4 * 128_100, 128_100 + 4 * 1000 + 4 * 1]
+
+
+@on_ranks(3, threads=True)
+def test_small_residuals_lose_no_more_than_half_a_level_in_each_step(rank: int) -> None:
+    sync = error_feedback(topk(allgather, k=100), residual="int8")
+    state, total, exact, lost = sync.init({"w": torch.empty(1000)}), torch.zeros(1000), torch.zeros(1000), 0.0
+    for step in range(STEPS):
+        grad = gradient(rank, step, 1000)
+        mean, state = sync({"w": grad}, state)
+        total += mean["w"]
+        exact += torch.stack(gather(grad)).mean(0)
+        lost += sum(float(scale.max()) / 2 for scale in gather(state.scale["w"])) / 3
+    left = torch.stack(gather(sync.residuals({"w": total}, state)["w"])).mean(0)
+    error = (total + left - exact).abs().max()
+    assert 1e-3 < error < lost
 
 
 @on_ranks(1, 4, threads=True)

@@ -43,7 +43,9 @@ MORE = [
     "error_feedback(switch({0: allreduce, 5: none}))",  # which leaves it on one rank
     "error_feedback(random_block(allreduce, block=3))",  # nor does this, where it is not drawn
     "error_feedback(quantize(bf16(two_shot), bits=4, rounding='stochastic'))",
-    "error_feedback(fp8(allgather))",
+    "error_feedback(fp8(allgather), residual='int8')",
+    "error_feedback(rotate(quantize(two_shot, bits=4), block=8))",
+    "rotate(error_feedback(quantize(two_shot, bits=4)), block=8)",
     "powersgd(allreduce, rank=3, refresh=3)",
     "quantize(two_shot(server_memory=True), bits=4)",
 ]

@@ -30,6 +30,18 @@ def backward(model: nn.Module, scale: float = 1.0) -> None:
     (scale * model(torch.ones(4, 24))).square().mean().backward()
 
 
+@on_ranks(1)
+def test_the_norm_of_residuals_in_int8_is_near_that_in_float32(rank: int) -> None:
+    norms: list[float | None] = []
+    for residual in "float32", "int8":
+        torch.manual_seed(0)
+        model = wrapped(error_feedback(powersgd(allreduce, rank=1, min_compression_rate=1), residual=residual))
+        backward(model)
+        norms.append(model.sync_stats()["residual_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+    assert norms[1] != norms[0]
+
+
 @pytest.mark.parametrize("kind", ["module", "register"])
 @on_ranks(2)
 def test_steps_are_counted_and_measured(rank: int, kind: str) -> None:

@@ -103,6 +103,7 @@ BAD_OPTIONS = {
     "powersgd(fp16(all_reduce(op='max')))": "factors P and Q must add",
     "error_feedback(allreduce, decay='1')": "decay must be a finite number, got '1'",
     "error_feedback(allreduce, decay=1.5)": r"decay must be in \[0, 1\], got 1.5",
+    "error_feedback(allreduce, residual='int4')": "error_feedback: residual must be one of float32, int8, got 'int4'",
     "error_feedback(allreduce, decay=-0.5)": r"decay must be in \[0, 1\], got -0.5",
     "error_feedback(all_reduce(op='min'))": "losses do not add up",
     "ef21(allgather, eta=0)": r"ef21: eta must be in \(0, 1\], got 0",
@@ -147,6 +148,11 @@ BAD_OPTIONS = {
     "random_k(allreduce, k=0)": "k must be at least 1",
     "random_block(allreduce, ratio=1.5)": r"ratio must be in \(0, 1\]",
     "random_block(allreduce, ratio=0.5, block=3)": "give ratio or block",
+    "rotate(allreduce, block=24)": "rotate: block must be a power of two from 2 to 1024, got 24",
+    "rotate(allreduce, block=1)": "block must be a power of two from 2 to 1024, got 1",
+    "rotate(allreduce, block=2048)": "block must be a power of two from 2 to 1024, got 2048",
+    "rotate(all_reduce(op='max'))": "rotate: .* takes a max or min, of elements that are mixed",
+    "quantize(rotate(two_shot), bits=4)": r"quantize: rotate\(two_shot\) carries no encoded payloads",
     "fp8(allgather, format='e3m4')": "format must be one of e4m3, e5m2, e2m1",
     "fp8(allgather, format='e2m1', block=5)": "block must be even for e2m1, .* got 5",
     "fp8(allgather, scale='e4m3')": "scale must be one of float32, e8m0",
@@ -257,13 +263,14 @@ def test_what_is_not_finite_stays_so_in_stochastic_rounding() -> None:
 
 AS_GIVEN = {  # and what follows from defaults, which users run
     "bucketize(allreduce)": "bucketize(allreduce, cap_mb=25, first_cap_mb=1)",
-    "error_feedback(allreduce)": "error_feedback(allreduce, decay=1)",
+    "error_feedback(allreduce)": "error_feedback(allreduce, decay=1, residual='float32')",
     "ef21(allreduce)": "ef21(allreduce, eta=1)",
     "momentum_correction(allreduce)": "momentum_correction(allreduce, momentum=0.9, masking=True)",
     "shared_momentum(allreduce)": "shared_momentum(allreduce, beta=0.9)",
     "powersgd(allreduce)": "powersgd(allreduce, 1, True, 2, 'cholesky', 1e-6, seed=0, alternate=False, refresh=0)",
     "random_k(allreduce, 0.5)": "random_k(allreduce, ratio=0.5, k=None, unbiased=False, seed=0)",
     "random_block(allreduce, 0.5)": "random_block(allreduce, ratio=0.5, block=None, unbiased=False, seed=0)",
+    "rotate(allreduce)": "rotate(allreduce, block=32, seed=0)",
     "fp16(allreduce)": "cast(allreduce, 'float16', check=False, rounding='nearest', seed=0)",
 }
 AT_THE_END_OF_THEIR_RANGE = [
@@ -272,6 +279,7 @@ AT_THE_END_OF_THEIR_RANGE = [
     *("clip_by_global_norm(allreduce, max_norm=0.5)", "bucketize(allreduce, cap_mb=0.5, first_cap_mb=0.5)"),
     *("powersgd(allreduce, refresh=2)", "powersgd(allreduce, min_compression_rate=0, epsilon=0)"),
     "hierarchical(clip_by_global_norm(all_reduce(group='1'), 1.0), intra='0', shard=False)",
+    *("rotate(allreduce, block=2)", "rotate(allreduce, block=1024)"),
     *("warmup(allreduce, steps=0)", "every(1, allreduce)", "qsgd(allgather, levels=127, block=1)"),
 ]
 
@@ -354,6 +362,17 @@ def test_a_state_of_another_pipeline_is_named(text):
     if more is not None:
         with pytest.raises(ValueError, match="no entry for leaf 'w', which needs one of shape"):
             fnddp.parse(text[:-1] + more)(grads, sync.init(grads))
+
+
+def test_a_residual_of_another_dtype_is_named():
+    wide, small = error_feedback(bf16(allreduce)), error_feedback(bf16(allreduce), residual="int8")
+    grads = {"w": torch.ones(64, 32)}
+    with pytest.raises(ValueError, match=r"no entry for leaf 'w', which needs one of shape \(16,\)"):
+        small(grads, wide.init(grads))
+    with pytest.raises(ValueError, match="an entry for 'w', which is no leaf that needs one"):
+        wide(grads, small.init(grads))
+    with pytest.raises(ValueError, match=r"missing \['local/scale.w'\]"):
+        fnddp.load_state_dict(small.init(grads), fnddp.state_dict(wide.init(grads)))
 
 
 @on_ranks(3, threads=True)

@@ -9,7 +9,8 @@ from torch import Tensor
 from fnddp.core.parse import parse
 from fnddp.core.state import differing, load_state_dict, parts, state_dict
 from fnddp.core.sync import LOCAL, State, Sync
-from fnddp.core.tree import is_inexact
+from fnddp.core.tree import is_inexact, replace_leaves
+from fnddp.transforms.memory import narrowed, widened
 from fnddp.wire import groups
 
 _WORLD_SIZE = "world_size"  # key of the number of ranks that saved a checkpoint
@@ -165,16 +166,23 @@ class Checkpoint:
             )
         self.require_fitting(state_dict)
         saved = {key.removeprefix(self._prefix): value for key, value in state_dict.items()}
-        merged = {
-            part.key: combined({r: saved[of_rank(r, part.key)] for r in self._shares}, self._shares)
-            if part.kind == LOCAL
-            else saved[part.key]
-            for part in parts(self._owner.sync_state)
-        }
-        try:
-            return load_state_dict(self._owner.sync_state, merged)
-        except ValueError as error:
-            raise self._unfitting(state_dict, str(error)) from error
+        mine, states = self._owner.sync_state, dict[int, State]()
+        for r in self._shares:
+            keys = {part.key: of_rank(r, part.key) if part.kind == LOCAL else part.key for part in parts(mine)}
+            try:
+                states[r] = load_state_dict(mine, {key: saved[of] for key, of in keys.items()})
+            except ValueError as error:
+                raise self._unfitting(state_dict, str(error)) from error
+        if len(states) == 1:
+            return states.popitem()[1]
+        same = zip(*[parts(widened(state)) for state in states.values()], strict=True)
+        values = [
+            combined({r: part.value for r, part in zip(states, each, strict=True)}, self._shares)
+            if each[0].kind == LOCAL
+            else each[0].value
+            for each in same
+        ]
+        return narrowed(replace_leaves(mine, values))
 
     def _about(self, saved: list[str]) -> dict[str, Any]:
         return {_WORLD_SIZE: self._saved_size, _PARTS: saved, _PIPELINE: repr(self._owner.sync.over(None))}

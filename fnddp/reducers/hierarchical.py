@@ -1,20 +1,29 @@
-"""Two levels: a mean inside the node, any pipeline across nodes."""
+"""Two levels: a mean inside the node, exact or through codecs, and any pipeline across nodes."""
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fnddp.core import collectives, layout, tree
+from fnddp.core.codec import Carrier, Carrying, Encoded, Key, Layers, encode, wide
 from fnddp.core.group import Group, group_name
+from fnddp.core.opaque import rounded
 from fnddp.core.sync import Exchange, Local, State, Sync, all_in, groups_of, require_state, transform
 from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
+from fnddp.reducers.all_reduce import none
+from fnddp.reducers.carriers import two_shot_mean
+from fnddp.reducers.halves import at_owners, of_owners, with_halves
 
 MOST_PADDING = 1 / 16  # of a leaf's rows, for its shards to be matrices
 
 
 class HierarchicalState(NamedTuple):
-    """`inner`: the state of the exchange across nodes, all local: ranks of a node have different shards."""
+    """`inner`: the state of the exchange across nodes, all local: ranks of a node have different shards.
+
+    With codecs in `intra`, it is their state, and that of the exchange across nodes is in it.
+    """
 
     inner: Local[State]
 
@@ -33,19 +42,25 @@ class hierarchical(Sync):
     in its `sent`, since a mean over the node divides by n: put memory inside. Integer leaves are summed inside and
     across, and divided once.
 
+    With codecs inside, `intra=quantize(two_shot)`, the node's mean takes the two hops of `two_shot`, an all_to_all and
+    an all_gather of encoded parts, and `inner` runs between them. An owner counts the losses of its second hop n times,
+    too. `rotate`, `bucketize` and memory go around `hierarchical`, for both levels.
+
     The wrong choice in one node, and where links inside are no faster than those across: it takes two more rounds. On
     gloo a reduce_scatter sends as much as an all_reduce. It refuses weights, as all pipelines over several groups.
 
     Args:
         inner: The pipeline across nodes, a mean over its own group: `powersgd(allreduce).over(across)`. `none` for one
             node. The default group, and that inside the node, are a ValueError in `init` and `exchange`.
-        intra: The group inside the node, see `all_reduce`.
+        intra: The group inside the node, see `all_reduce`; or, to send fewer bytes inside, too, `two_shot` with codecs
+            around it over that group: `quantize(two_shot).over(inside)`. That loses something on links that are fast.
         shard: Exchange a shard on each rank. If False, leaves stay whole: a mean inside the node, then the same
             exchange by every rank of it, so the node sends n times as much. Means are then equal to the bit only if
             the backend adds in the same order in all groups across nodes, as carriers do.
 
     Source: two-level all-reduces as in Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4; with compression
-    across nodes only as in ZeRO++ (Wang et al., 2023) and 1-bit Adam.
+    across nodes only as in 1-bit Adam; on both levels as in ZeRO++ (Wang et al., 2023) and SDP4Bit (Jia et al., NeurIPS
+    2024), which send 4 bits across.
 
     >>> from fnddp import allreduce, fp16, none
     >>> sync = hierarchical(none)
@@ -59,12 +74,15 @@ class hierarchical(Sync):
     """
 
     inner: Sync
-    intra: Group = None
+    intra: Group | Carrying = None
     shard: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "intra", group_name(self.intra))
+        if isinstance(self.intra, Sync):
+            self._require_codecs(self.intra)
+        else:
+            object.__setattr__(self, "intra", group_name(self.intra))
         if self.inner.ops - {"mean"}:
             others = ", ".join(sorted(self.inner.ops - {"mean"}))
             raise TypeError(
@@ -88,34 +106,56 @@ class hierarchical(Sync):
 
     @property
     def groups(self) -> frozenset[str | None] | None:
-        return frozenset({group_name(self.intra), *(self.inner.groups or ())})
+        return frozenset({self._inside, *(self.inner.groups or ())})
+
+    @property
+    def agrees(self) -> bool:
+        return self.inner.agrees or not self.inner.ops
+
+    @property
+    def _inside(self) -> str | None:
+        return groups_of(self.intra)[0] if isinstance(self.intra, Sync) else group_name(self.intra)
+
+    def _require_codecs(self, intra: Carrying) -> None:
+        carrier = [*all_in(intra)][-1]
+        if not (intra.carries and isinstance(carrier, two_shot_mean) and not carrier.server_memory and self.shard):
+            raise TypeError(
+                f"hierarchical: intra={intra!r} must be the group inside the node, or codecs around two_shot, which "
+                f"give each rank a shard (shard=True), got shard={self.shard}; write intra=quantize(two_shot), and put "
+                "other transforms outside: rotate(hierarchical(...))"
+            )
 
     def reduces(self, path: str) -> bool:
         return True
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
-        name = group_name(group)
+        name, intra = group_name(group), self.intra
+        over = intra.over(group) if isinstance(intra, Carrying) else name
         if unnamed_only:
-            return self if self.intra is not None else hierarchical(self.inner, name, self.shard)
+            return self if self._inside is not None else replace(self, intra=over)
         if name is not None:
             raise ValueError(f"{self!r} reduces over two groups, so it cannot be put on one; make it with others")
-        return hierarchical(self.inner.over(None), None, self.shard)  # without names, to compare
+        return replace(self, inner=self.inner.over(None), intra=over)  # without names, to compare
 
     def init(self, grads: Tree) -> State:
         self._require_groups()
         leaves, _ = tree.flatten(grads)
-        n = collectives.world_size(group_name(self.intra))
         parts = {path: leaf for path, leaf in leaves.items() if _has_parts(leaf)}
         if not self.shard:
             return self.inner.init(parts)
-        shards = {path: leaf.detach().new_empty(_shard_shape(leaf, n)) for path, leaf in parts.items()}
-        return HierarchicalState(self.inner.init(shards))
+        return HierarchicalState(self._between.init(parts))
+
+    @property
+    def _between(self) -> Sync:
+        """The codecs of `intra`, with the exchange across nodes between their hops."""
+        carrier = _Between(self._inside, self.inner)
+        return with_halves(self.intra, carrier) if isinstance(self.intra, Sync) else carrier
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         self._require_groups()
         parts = {path: leaf for path, leaf in leaves.items() if _has_parts(leaf)}
         whole = {path: leaf for path, leaf in leaves.items() if path not in parts}
-        everywhere = group_name(self.intra), *groups_of(self.inner)
+        everywhere = self._inside, *groups_of(self.inner)
         reduced = collectives.all_reduce(whole, "mean", *everywhere)
         inner = self._sharded(parts, state) if self.shard else self._unsharded(parts, state)
         mean, sent = {**reduced, **inner.mean}, {**whole, **inner.sent}
@@ -123,35 +163,92 @@ class hierarchical(Sync):
 
     def _sharded(self, leaves: Leaves, state: HierarchicalState) -> Exchange:
         require_state("hierarchical", state, HierarchicalState)
-        group = group_name(self.intra)
-        n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
-        # Divided before the sum, so that what fits the dtype does not overflow.
-        rows = {path: _rows(leaf / ranks, n) for path, leaf in leaves.items()}  # [n, *shard]
-        shard = collectives.reduce_scatter_leaves(rows, group)
-        inner = self.inner.exchange(shard, state.inner)
-        everyone = collectives.all_gather_leaves(inner.mean, group)
-        sent: Leaves = {}
-        for path, leaf in leaves.items():
-            lost = ranks * (inner.sent[path] - shard[path])
-            owners = torch.arange(n, device=leaf.device).view(-1, *[1] * shard[path].ndim)
-            sent[path] = _whole(_rows(leaf, n) + torch.where(owners == rank, lost, 0), leaf)
-        mean = {path: _whole(everyone[path], leaf) for path, leaf in leaves.items()}
-        return Exchange(mean, sent, HierarchicalState(inner.state))
+        done = self._between.exchange(leaves, state.inner)
+        return replaced(done, state=HierarchicalState(done.state))
 
     def _unsharded(self, leaves: Leaves, state: State) -> Exchange:
-        of_node = collectives.all_reduce(leaves, "mean", group_name(self.intra))
+        of_node = collectives.all_reduce(leaves, "mean", self._inside)
         inner = self.inner.exchange(of_node, state)
         sent = {path: leaf + (inner.sent[path] - of_node[path]) for path, leaf in leaves.items()}
         return replaced(inner, sent=sent)
 
     def _require_groups(self) -> None:
-        across, inside = self.inner.groups or frozenset(), group_name(self.intra)
+        across, inside = self.inner.groups or frozenset(), self._inside
         for group in across & {None, inside}:
             which = "the default one" if group is None else f"{group!r}, that inside the node"
             raise ValueError(
                 f"hierarchical: {self.inner!r} must reduce across nodes, over another group than {which}, whose ranks "
                 f"have other shards; name it, hierarchical({self.inner.over(None)!r}.over(across), intra=inside)"
             )
+
+
+@dataclass(frozen=True, repr=False)
+class _Between(Carrier):
+    """The two hops of a mean inside a node, with an exchange across nodes of this rank's shard between them."""
+
+    group: Group = None
+    inner: Sync = none
+
+    def init(self, grads: Tree) -> State:
+        leaves, _ = tree.flatten(grads)
+        n = collectives.world_size(group_name(self.group))
+        return self.inner.init({path: x.detach().new_empty(_shard_shape(x, n)) for path, x in leaves.items()})
+
+    def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
+        group = group_name(self.group)
+        n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
+        rows = {path: _rows(leaf, n) for path, leaf in leaves.items()}  # [n, *shard]
+        mine, total, lengths = rows, Leaves(), Leaves()
+        if not layers:
+            # Divided before the sum, so that what fits the dtype does not overflow.
+            shard = total = collectives.reduce_scatter_leaves({path: x / ranks for path, x in rows.items()}, group)
+        else:
+            sender = rank  # within the ranks that the groups connect: nodes draw different numbers
+            for each in groups_of(self.inner):
+                sender = sender * collectives.world_size(each) + collectives.rank(each)
+            wires = {path: layout.to_wire(x).reshape(n, -1) for path, x in rows.items()}
+            lengths = {path: _lengths(leaves[path], x) for path, x in wires.items()}
+            first = {path: encode(layers, x, Key(path, sender), lengths[path]) for path, x in wires.items()}
+            sums = at_owners(first, {path: x[0] for path, x in wires.items()}, group)
+            mine = {path: _shaped(each.decode(each.payload), rows[path]) for path, each in first.items()}
+            for path, x in sums.items():  # a codec may have decoded padding to any values
+                is_padding = torch.arange(x.shape[0], device=x.device) >= lengths[path][rank]
+                total[path] = _shaped(torch.where(is_padding, 0, x / ranks), rows[path][0])
+            shard = {path: rounded(x, leaves[path].dtype) for path, x in total.items()}
+        done = self.inner.exchange(shard, state)
+        lost = {path: done.sent[path] - total[path] for path in leaves}
+        if not layers:
+            everyone = collectives.all_gather_leaves(done.mean, group)
+        else:
+            # All nodes have the same mean of a shard, and draw the same numbers for it.
+            second: dict[str, Encoded] = {}
+            for path, x in done.mean.items():
+                wire = layout.to_wire(x).reshape(1, -1)
+                second[path] = encode(layers, wire, Key(f"{path} again", rank), lengths[path][rank].unsqueeze(0))
+                lost[path] = lost[path] + _shaped(second[path].decode(second[path].payload), x) - x
+            everyone = {path: _shaped(x, rows[path]) for path, x in of_owners(second, group).items()}
+        mean, sent = Leaves(), Leaves()
+        for path, leaf in leaves.items():
+            owners = torch.arange(n, device=leaf.device).view(-1, *[1] * shard[path].ndim)
+            both = everyone[path], mine[path] + torch.where(owners == rank, ranks * lost[path], 0)
+            mean[path], sent[path] = (rounded(_whole(x, leaf), leaf.dtype) for x in both)
+        return Exchange(mean, sent, done.state)
+
+    def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
+        raise AssertionError("shards have the shapes of leaves")
+
+
+def _lengths(leaf: Tensor, wire: Tensor) -> Tensor:
+    """Return how many numbers of each row of `wire`, `[n, width]`, are elements of `leaf`: `[n, 1]`."""
+    n, width = wire.shape
+    size = leaf.numel() * (2 if leaf.is_complex() else 1)
+    return (size - width * torch.arange(n, device=leaf.device)).clamp(0, width).unsqueeze(1)
+
+
+def _shaped(wire: Tensor, like: Tensor) -> Tensor:
+    """Return real numbers in the shape of `like`, complex if that is, in float32 or wider."""
+    wire = wire.to(wide(wire.dtype))  # there are no complex numbers of bfloat16
+    return layout.from_wire(wire.reshape(*like.shape, 2) if like.is_complex() else wire, like)
 
 
 def _has_parts(leaf: Tensor) -> bool:

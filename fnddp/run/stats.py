@@ -11,6 +11,7 @@ from fnddp.core.sync import State
 from fnddp.cost.estimate import estimate
 from fnddp.cost.link import Link
 from fnddp.run.engine import Engine
+from fnddp.transforms.memory import widened
 
 
 class SyncStats(TypedDict):
@@ -44,7 +45,7 @@ def stats(engine: Engine) -> SyncStats:
     """Return the statistics of `engine`. It measures steps from the first call on, which has no times yet."""
     taken = engine.taken()
     plan, state = engine.plan, engine.state
-    residuals = _fields(state, "residual")
+    residuals = _fields(widened(state), "residual")
     return {
         "steps": engine.steps,
         "failed_steps": engine.failed_steps,

@@ -118,8 +118,8 @@ def simulate_training(
 
     def step(leaves: Leaves, grads: Leaves) -> Leaves:
         nonlocal state, memory
-        mean, state = simulation(grads, state)
-        _require_one_mean(leaves, mean)
+        each, state = simulation(grads, state)
+        mean = _one_mean(leaves, each)
         if local is not None:
             local.step(mean)
             return leaves if owners is None else owners.sent(leaves)
@@ -228,11 +228,12 @@ def _require_each_once(leaves: Leaves, optimizers: Sequence[torch.optim.Optimize
             )
 
 
-def _require_one_mean(leaves: Leaves, mean: Means) -> None:
-    for path, leaf in leaves.items():
-        of_leaf = mean[path]
-        if of_leaf is not None and of_leaf.shape != leaf.shape:
-            raise ValueError(
-                f"simulate_training: the mean of leaf {path!r} is not the same on all ranks, so that their parameters "
-                "would differ; simulate the pipeline itself, fnddp.simulate, and keep a row of parameters for each"
-            )
+def _one_mean(leaves: Leaves, mean: Means) -> Means:
+    """Return the mean that all ranks have; over groups with names each has a row, and these must be equal."""
+    rows = {path: x for path, x in mean.items() if x is not None and x.shape != leaves[path].shape}
+    if differ := tree.changed(rows, {path: x[:1].expand_as(x) for path, x in rows.items()}):
+        raise ValueError(
+            f"simulate_training: the mean of leaf {differ[0]!r} is not the same on all ranks, so that their parameters "
+            "would differ; simulate the pipeline itself, fnddp.simulate, and keep a row of parameters for each"
+        )
+    return {**mean, **{path: x[0] for path, x in rows.items()}}

@@ -1,14 +1,16 @@
 """Memory: transforms that keep something of earlier steps: what a lossy pipeline has lost, or a momentum."""
 
 import math
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from fnddp.core import tree
+from fnddp.core import layout, tree
 from fnddp.core.codec import wide_zeros
-from fnddp.core.opaque import rounded
-from fnddp.core.options import Limit
+from fnddp.core.opaque import rounded, shortened
+from fnddp.core.options import Limit, one_of
 from fnddp.core.sync import (
     Exchange,
     Local,
@@ -61,10 +63,65 @@ def _remembered(owner: Sync, leaves: Leaves, *entries: Leaves) -> list[str]:
 
 
 class ErrorFeedbackState(NamedTuple):
-    """`residual`: losses of earlier exchanges on this rank, by leaf path."""
+    """`residual`: losses of earlier exchanges on this rank, by leaf path.
+
+    `scale`: with `residual="int8"`, by leaf path, the factors by which the int8 numbers of `residual` are multiplied:
+    one for each block; else empty.
+    """
 
     residual: Local[Remembered[Leaves]]
+    scale: Local[Remembered[Leaves]]
     inner: State
+
+
+BLOCK = 128  # the most elements of an int8 residual that share a scale
+LEVELS = 127  # of each sign
+
+
+def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return real `x` as int8 of the same shape, rounded to the nearest, and a scale for each block.
+
+    >>> to_int8(torch.tensor([127.0, 1.4, -63.5]))
+    (tensor([127,   1, -64], dtype=torch.int8), tensor([1.]))
+    """
+    blocks = layout.in_rows(x.reshape(-1) if x.numel() else x.new_zeros(1), _blocks_of(x))
+    largest = torch.maximum(blocks.amax(1), -blocks.amin(1))
+    scale = torch.where(largest < LEVELS * torch.finfo(x.dtype).tiny, 0, largest / LEVELS)
+    q = (blocks / torch.where(scale > 0, scale, 1).unsqueeze(1)).round().to(torch.int8)
+    return shortened(q.reshape(-1), x.numel()).reshape(x.shape), scale
+
+
+def from_int8(q: Tensor, scale: Tensor) -> Tensor:
+    """Return the numbers that `to_int8` has rounded, in the dtype of `scale`."""
+    blocks = layout.in_rows(q.reshape(-1), scale.numel()).to(scale.dtype) * scale.unsqueeze(1)
+    return shortened(blocks.reshape(-1), q.numel()).reshape(q.shape)
+
+
+def _blocks_of(x: Tensor) -> int:
+    return max(1, -(-x.numel() // BLOCK))
+
+
+def widened(state: State) -> State:
+    """Return `state` with int8 residuals of `error_feedback` as real numbers; their scales stay, for `narrowed`."""
+    return _of_residuals(lambda x, scale: (from_int8(x, scale), scale), state)
+
+
+def narrowed(state: State) -> State:
+    """Return `state`, with residuals by `widened`, in int8 again."""
+    return _of_residuals(lambda x, scale: to_int8(x), state)
+
+
+def _of_residuals(fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], state: State) -> State:
+    if isinstance(state, ErrorFeedbackState):
+        made = {path: fn(state.residual[path], scale) for path, scale in state.scale.items()}
+        residual = {path: made[path][0] if path in made else x for path, x in state.residual.items()}
+        return replaced(state, residual=residual, scale={path: scale for path, (_, scale) in made.items()})
+    if isinstance(state, dict):
+        return {key: _of_residuals(fn, part) for key, part in state.items()}
+    if isinstance(state, tuple | list):
+        parts: list[Any] = [_of_residuals(fn, part) for part in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
+    return state
 
 
 @transform
@@ -78,9 +135,14 @@ class error_feedback(Memory):
 
     Args:
         decay: Factor on the residual, in [0, 1]. Lower forgets faster; below 1 the sum above no longer telescopes.
+        residual: "float32" (float64 for such gradients), or "int8": about 1 byte of memory an element in place of 4,
+            with a scale for each block of at most 128. In each step that loses up to half a level of an element, 1/254
+            of the largest residual in its block, for good; an element that stays smaller is never sent. The wrong
+            choice around codecs that hold few elements back for long (`topk`).
 
     Source: Seide et al., "1-Bit SGD", Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2; the local form
-    of the residual as in PowerSGD, NeurIPS 2019, Algorithm 2 (torch's hook keeps `input - mean`, whose norm grows).
+    of the residual as in PowerSGD, NeurIPS 2019, Algorithm 2 (torch's hook keeps `input - mean`, whose norm grows). Its
+    8 bits: Xie et al., "LoCo", arXiv 2407.04480, without its moving average (see `decay`) and resets.
 
     >>> from fnddp import allreduce, bf16
     >>> sync = error_feedback(bf16(allreduce))
@@ -92,24 +154,45 @@ class error_feedback(Memory):
 
     inner: Sync
     decay: float = 1.0
+    residual: Literal["float32", "int8"] = "float32"
 
     wraps_skipping: ClassVar[bool] = True
-    limits: ClassVar = {"decay": Limit(lambda decay: 0 <= decay <= 1, "in [0, 1]")}
+    limits: ClassVar = {
+        "decay": Limit(lambda decay: 0 <= decay <= 1, "in [0, 1]"),
+        "residual": one_of("float32", "int8"),
+    }
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
-        return ErrorFeedbackState(wide_zeros(leaves), self.inner.init(grads))
+        return ErrorFeedbackState(*self._stored(wide_zeros(leaves)), self.inner.init(grads))
 
     def exchange(self, leaves: Leaves, state: ErrorFeedbackState) -> Exchange:
         whole: Leaves = {}
-        for path in _remembered(self, leaves, state.residual):
+        for path, residual in self.residuals(leaves, state).items():
             # Two operations, each rounded: a fused one is rounded differently under vmap.
-            residual = state.residual[path] if self.decay == 1 else self.decay * state.residual[path]
-            whole[path] = leaves[path] + residual
+            whole[path] = leaves[path] + (residual if self.decay == 1 else self.decay * residual)
         x = {path: rounded(whole[path], leaf.dtype) if path in whole else leaf for path, leaf in leaves.items()}
         inner = self.inner.exchange(x, state.inner)
-        residual = {path: each - inner.sent[path] for path, each in whole.items()}
-        return replaced(inner, state=ErrorFeedbackState(residual, inner.state))
+        residual, scale = self._stored({path: each - inner.sent[path] for path, each in whole.items()})
+        return replaced(inner, state=ErrorFeedbackState(residual, scale, inner.state))
+
+    def residuals(self, leaves: Leaves, state: ErrorFeedbackState) -> Leaves:
+        """Return what `state` keeps of each leaf that holds fractions, in float32 or wider."""
+        if self.residual == "float32":
+            check_entries("error_feedback", state.scale, {})
+            return {path: state.residual[path] for path in _remembered(self, leaves, state.residual)}
+        like = {path: layout.to_wire(leaf) for path, leaf in leaves.items() if is_inexact(leaf)}
+        check_entries("error_feedback", state.residual, {path: x.shape for path, x in like.items()})
+        check_entries("error_feedback", state.scale, {path: (_blocks_of(x),) for path, x in like.items()})
+        known = {path: from_int8(state.residual[path], state.scale[path]) for path in like}
+        return {path: layout.from_wire(x, leaves[path]) for path, x in known.items()}
+
+    def _stored(self, residuals: Leaves) -> tuple[Leaves, Leaves]:
+        """Return `residual` and `scale` of a state."""
+        if self.residual == "float32":
+            return residuals, {}
+        stored = {path: to_int8(layout.to_wire(x)) for path, x in residuals.items()}
+        return {path: q for path, (q, _) in stored.items()}, {path: scale for path, (_, scale) in stored.items()}
 
 
 class MomentumCorrectionState(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fnddp.core import collectives
-from fnddp.core.codec import Carrier, Key, Layer, Layers, wide_zeros
+from fnddp.core.codec import Carrier, Key, Layer, Layers
 from fnddp.core.group import group_name
 from fnddp.core.state import describe
 from fnddp.core.sync import State, Sync
@@ -191,11 +191,12 @@ class Unit:
             done = sync.exchange({"": buffer}, state)
             return self._divided(done.mean[""]), done.state
         leaves = rows.unpack(buffer)
-        residual = {name: state.residual[name] for name in leaves if name in state.residual}
-        new = {name: leaf for name, leaf in leaves.items() if name not in residual}  # frozen until now
-        residual |= wide_zeros(new)
-        done = sync.exchange(leaves, replaced(state, residual=residual))
-        return self._divided(done.mean[""]), replaced(done.state, residual={**state.residual, **done.state.residual})
+        new = sync.init({name: leaf for name, leaf in leaves.items() if name not in state.residual})  # frozen until now
+        held = {field: {**getattr(state, field), **getattr(new, field)} for field in ("residual", "scale")}
+        some = {field: {name: x for name, x in all_of.items() if name in leaves} for field, all_of in held.items()}
+        done = sync.exchange(leaves, replaced(state, **some))
+        after = {field: {**all_of, **getattr(done.state, field)} for field, all_of in held.items()}
+        return self._divided(done.mean[""]), replaced(done.state, **after)
 
     def reduce_nothing(self, buffer: Tensor, messages: Sending) -> None:
         """Send zeros in those messages of a `reduce` which has failed that it has not started, and wait for all."""
