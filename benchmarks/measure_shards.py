@@ -121,8 +121,8 @@ def simulated(n: int, arm: str, seed: int, steps: int, rate: float) -> float:
 
 def received(rows: Rows, sync: fnddp.Sync, x: Tensor) -> Tensor:
     """What becomes of rows; none of the arms draws at random."""
-    encoded = rows.encode(code_of(sync), x, Key("", 0))
-    return torch.cat([each.decode(each.payload) for each in encoded.values()], 1).to(x.dtype)
+    decoded = rows.encode(code_of(sync), x, Key("", 0)).decoded()
+    return torch.cat([*decoded.values()], 1).to(x.dtype)
 
 
 def batches(n: int, seed: int, steps: int) -> Iterator[Tensor]:

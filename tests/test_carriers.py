@@ -86,8 +86,8 @@ def test_blocks_of_ranks_add_up_to_the_same_bits(text, monkeypatch):
 
     want = run_threads(4, body)
     for elements, most in ((1, 16), (1, 2), (63, 16)):  # a rank, two of them, one or all of them at a time
-        monkeypatch.setattr(fnddp.core.codec, "BLOCK", elements)
-        monkeypatch.setattr(fnddp.core.codec, "MOST_BLOCKS", most)
+        monkeypatch.setattr(fnddp.core.table, "BLOCK", elements)
+        monkeypatch.setattr(fnddp.core.table, "MOST_BLOCKS", most)
         assert run_threads(4, body) == want
         assert want[0][0] == want[0][1]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnddp.cli.checks import check_pipelines
 from fnddp.cli.failures import wrong_if
-from fnddp.cli.terminal import Table, each
+from fnddp.cli.terminal import Grid, each
 from fnddp.core.sync import Sync
 from fnddp.cost.estimate import Compute
 from fnddp.cost.link import Link
@@ -72,7 +72,7 @@ def run(pipelines: Sequence[str], kind: str = "cpu") -> int:
         "of a copy": f"the time of copying the gradients, {1e3 * copy:.{digits}f} ms, over that",
     }
     note = f"One rank, one thread, {LEAVES} leaves of {elements:,} float32, on {device.name}."
-    Table("codec", columns, rows, legend, note).show()
+    Grid("codec", columns, rows, legend, note).show()
     return 0
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from fnddp.cli.bench_rank import OPERATIONS, PARTS, Run
 from fnddp.cli.checks import cores
 from fnddp.cli.picture import COLOURS, dress
-from fnddp.cli.terminal import SIZES, Table, echo
+from fnddp.cli.terminal import SIZES, Grid, echo
 from fnddp.run.choose import AUTO
 from fnddp.show.text import count
 
@@ -34,7 +34,7 @@ def show(run: Run) -> None:
         _profile_table(run).show()
 
 
-def table(run: Run) -> Table:
+def table(run: Run) -> Grid:
     """Return the comparison, a row for each arm."""
     if run.setup.ranks.link:
         interface = "through each rank's link"
@@ -56,7 +56,7 @@ def table(run: Run) -> Table:
         "link": f"bytes sent in a step, measured with headers {interface}",
     }
     ratios = {f"time /\n{names[peer]}": 5 if peer == run.peers[0] else 3 for peer in run.peers}
-    return Table("arm", {"ms": 4, **ratios, "wire": 2, "link": 1}, rows, legend)
+    return Grid("arm", {"ms": 4, **ratios, "wire": 2, "link": 1}, rows, legend)
 
 
 def verdict(run: Run) -> str:
@@ -83,7 +83,7 @@ def verdict(run: Run) -> str:
     return f"As fast as {theirs}, as far as {count(run.setup.pairs, 'round')} can show: {ours}"
 
 
-def _profile_table(run: Run) -> Table:
+def _profile_table(run: Run) -> Grid:
     rows: list[tuple[str, ...]] = []
     for name, times in zip(run.setup.names, run.times, strict=True):
         assert times.profile is not None
@@ -94,7 +94,7 @@ def _profile_table(run: Run) -> Table:
         OPERATIONS: "of aten in a whole step, nested ones counted",
     }
     note = "ms of the host in a step of rank 0, each part without those within it; the profiler itself costs some."
-    return Table("arm", {**dict.fromkeys(PARTS, 2), OPERATIONS: 1}, rows, legend, note)
+    return Grid("arm", {**dict.fromkeys(PARTS, 2), OPERATIONS: 1}, rows, legend, note)
 
 
 def as_json(run: Run) -> dict[str, Any]:

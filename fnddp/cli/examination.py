@@ -23,7 +23,7 @@ from fnddp.cli.checks import cores
 from fnddp.cli.failures import EXTRA
 from fnddp.cli.launch import Ranks, Stage, share_cores
 from fnddp.cli.models import load
-from fnddp.cli.terminal import SIZES, Table, echo
+from fnddp.cli.terminal import SIZES, Grid, echo
 from fnddp.core.agreement import digest_of, first_difference
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync
@@ -186,7 +186,7 @@ def lines(findings: Findings, of: Ranks) -> list[str]:
     ]
 
 
-def table(findings: Findings, model: str) -> Table:
+def table(findings: Findings, model: str) -> Grid:
     """Return the predicted steps, the fastest first."""
     rows = [
         (
@@ -206,7 +206,7 @@ def table(findings: Findings, model: str) -> Table:
         "link B": SIZES["link B"],
     }
     note = f"Forward, backward and codec are those of rank 0, timed on {count(len(findings.hosts), 'rank')} at once."
-    return Table("pipeline", {"step": 4, "exposed": 3, "codec": 2, "link B": 1}, rows, legend, note)
+    return Grid("pipeline", {"step": 4, "exposed": 3, "codec": 2, "link B": 1}, rows, legend, note)
 
 
 def verdict(findings: Findings) -> str:
@@ -251,7 +251,7 @@ def as_json(findings: Findings, device: str) -> dict[str, Any]:
     }
 
 
-def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | tuple[str, Table]]:
+def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | tuple[str, Grid]]:
     """Train a few steps of the problem `name`, and yield one, measured and predicted, as JSON and as a table."""
     torch.set_num_threads(1)  # ranks share a machine
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -297,5 +297,5 @@ def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | tuple[str, Tabl
     rows = [(name, *(duration(each or 0.0) for each in pair)) for name, pair in pairs.items()]
     legend = {"predicted": "from what all ranks have measured at once, before that step"}
     note = f"{f'link {link}' if link else 'one rank'}; wire {stats['wire_bytes']:,} B"
-    table = Table("part", {"measured": 2, "predicted": 1}, rows, legend, note)
+    table = Grid("part", {"measured": 2, "predicted": 1}, rows, legend, note)
     yield beside(measured, model.plan.to_trace(on, compute)), table

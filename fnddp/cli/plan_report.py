@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fnddp.cli import checks
 from fnddp.cli.failures import WrongArgument, wrong_if
-from fnddp.cli.terminal import SIZES, Table, echo
+from fnddp.cli.terminal import SIZES, Grid, echo
 from fnddp.core.state import at_step
 from fnddp.core.sync import Sync
 from fnddp.cost.estimate import Links
@@ -163,7 +163,7 @@ def show(setting: Setting, pipelines: Sequence[Costs]) -> None:
             "of a model whose forward, or FILE.py:fn, needs values, which the meta device does not have."
         )
     echo(f"{setting}\n")
-    Table("pipeline", {**sizes, **times}, rows, legend, note).show()
+    Grid("pipeline", {**sizes, **times}, rows, legend, note).show()
 
 
 def _row(costs: Costs) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from fnddp.cli.picture import COLOURS, dress, label
-from fnddp.cli.terminal import SIZES, Table, echo
+from fnddp.cli.terminal import SIZES, Grid, echo
 from fnddp.cli.train import Result
 from fnddp.show.text import count
 
@@ -40,7 +40,7 @@ def show(results: Sequence[Result]) -> None:
         "MB sent": "by a rank, in all steps",
         "ms/step": "median; fewer bytes pay on slow links, hardly ever within one machine",
     }
-    Table("pipeline", columns, rows, legend).show()
+    Grid("pipeline", columns, rows, legend).show()
     echo("With each pipeline the final parameters are the same on all ranks, to the bit.")
 
 

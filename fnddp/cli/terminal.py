@@ -63,7 +63,7 @@ def echo(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Table:
+class Grid:
     """A column of names, and columns of numbers."""
 
     name: str  # the heading of the names

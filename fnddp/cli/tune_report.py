@@ -7,7 +7,7 @@ import torch
 from matplotlib.figure import Figure
 
 from fnddp.cli.picture import COLOURS, dress, label
-from fnddp.cli.terminal import SIZES, Table, echo
+from fnddp.cli.terminal import SIZES, Grid, echo
 from fnddp.cost.link import duration
 from fnddp.simulation.tune import Gap, Tuned
 
@@ -53,7 +53,7 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
     }
     note = "Measured by one rank alone, on one core: ranks that share cores, caches or a GPU take longer to compute."
     echo(f"{title(found)}\n")
-    Table("pipeline", columns, rows, legend, note).show()
+    Grid("pipeline", columns, rows, legend, note).show()
     for line in (tuned.verdict, *tuned.notes):
         echo(f"{line}.")
     if tuned.winner is not None:

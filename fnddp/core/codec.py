@@ -7,7 +7,7 @@ travel as float16, gathered.
 """
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -17,11 +17,9 @@ from torch import Tensor
 from fnddp.core import collectives, layout, random
 from fnddp.core.expression import CHECKS
 from fnddp.core.group import group_name
-from fnddp.core.opaque import rounded, shortened
+from fnddp.core.opaque import rounded
 from fnddp.core.sync import Exchange, Reducer, Replicated, State, Sync, require_state, require_sync
 from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
-from fnddp.device import device_of
-from fnddp.wire.groups import current
 
 Payload: TypeAlias = dict[str, Tensor]
 """Encoded rows: tensors whose first dimension is rows."""
@@ -128,111 +126,6 @@ def unit_of(layers: Layers, n: int) -> int | None:
     if None in units:
         return None
     return units[0] if layers and all(unit == 1 for unit in units[1:]) else n if layers else 1
-
-
-class Batch:
-    """Rows of leaves that are encoded together, in pieces of one size: `[rows, pieces, unit]`.
-
-    A leaf has one or more pieces, the last one padded with zeros. One that is encoded alone is `[rows, n]`.
-
-    Args:
-        rows: Those of each leaf by its path, `[rows, n]`.
-        unit: The elements of a piece; None for one leaf that is encoded alone.
-
-    Attributes:
-        x: The rows, or the pieces of all leaves.
-        paths: The leaves.
-        is_one: True for one leaf that is encoded alone.
-    """
-
-    def __init__(self, rows: Leaves, unit: int | None) -> None:
-        self._widths = {path: each.shape[1] for path, each in rows.items()}
-        self.paths, self.is_one, self._unit = list(rows), unit is None, unit or 1
-        self._pieces = [-(-width // self._unit) for width in self._widths.values()]
-        self.x = self.join(rows)
-
-    def join(self, rows: Leaves) -> Tensor:
-        """Return what `x` is, of `[rows, n]` of each leaf; fewer numbers are padded with zeros."""
-        if self.is_one:
-            return rows[self.paths[0]]
-        parts: list[Tensor] = []
-        zero = rows[self.paths[0]].new_zeros(1)
-        for path, pieces in zip(self.paths, self._pieces, strict=True):
-            missing = pieces * self._unit - rows[path].shape[1]
-            parts += [rows[path], zero.expand(rows[path].shape[0], missing)] if missing else [rows[path]]
-        return (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).unflatten(1, (-1, self._unit))
-
-    def split(self, x: Tensor) -> Leaves:
-        """Return `[rows, n]` of each leaf, of what has the dimensions of `x`."""
-        if self.is_one:
-            return {self.paths[0]: x}
-        parts = zip(self._widths.items(), x.split(self._pieces, 1), strict=True)
-        return {path: shortened(part.flatten(1), width) for (path, width), part in parts}
-
-    def cleared(self, x: Tensor, lengths: Mapping[str, int], *, is_kept: bool) -> Tensor:
-        """Return `x` with zeros behind the first numbers of the row of each leaf.
-
-        Unless nothing depends on them: each number is encoded by itself, and what that loses of it is not kept.
-        """
-        pieces = zip(self.paths, self._pieces, strict=True)
-        if (self._unit == 1 and not is_kept) or all(n * self._unit == lengths[path] for path, n in pieces):
-            return x
-        return self.join({path: row[:, : lengths[path]] for path, row in self.split(x).items()})
-
-
-def batches_of(layers: Layers, rows: Leaves) -> dict[str, Batch]:
-    """Return `rows` of leaves in batches that are encoded together, by the path of their first leaf.
-
-    In a plan they are those of a bucket, up to a size from which joining them costs more than it saves; else each leaf
-    is alone. The bits are the same.
-    """
-    bucket_of = current().bucket_of
-    found: list[tuple[Leaves, int | None]] = []
-    last: dict[Any, tuple[Leaves, int]] = {}  # of those alike the last batch, and its bytes
-    for path, row in rows.items():
-        unit = None if bucket_of is None else unit_of(layers, row.shape[1])
-        bucket = None if bucket_of is None or unit is None else bucket_of(path)
-        nbytes = row.numel() * row.element_size()
-        if unit is None or bucket is None or nbytes > device_of(row.device).light_bytes:
-            found.append(({path: row}, None))
-            continue
-        alike = bucket, unit, row.dtype, row.device
-        members, size = last.get(alike, ({}, 0))
-        if not members or size + nbytes > device_of(row.device).light_bytes:
-            members, size = {}, 0
-            found.append((members, unit))
-        members[path] = row
-        last[alike] = members, size + nbytes
-    return {next(iter(members)): Batch(members, unit) for members, unit in found}
-
-
-def exchanged(
-    encoded: Mapping[str, Encoded], move: Callable[[dict[Any, Tensor]], dict[Any, Tensor]]
-) -> dict[str, Payload]:
-    """Send all parts of all leaves by `move` and return the payloads of all ranks, a row for each rank."""
-    parts = {(path, name): part for path, each in encoded.items() for name, part in each.payload.items()}
-    moved = move(parts)
-    return {
-        path: {name: moved[path, name].reshape(-1, *part.shape[1:]) for name, part in each.payload.items()}
-        for path, each in encoded.items()
-    }
-
-
-BLOCK = 1 << 22
-"""Elements that are decoded at a time, if a leaf has not more: 16 MiB, and no copy of a leaf for each rank."""
-MOST_BLOCKS = 16
-"""The most blocks of a leaf: each takes operations, in a plan too."""
-
-
-def added_up(encoded: Encoded, payload: Payload, n: int, like: Tensor) -> Tensor:
-    """Return the sum of the decoded payloads of `n` ranks, each a row like `like`, in float32 or wider."""
-    at_a_time = max(BLOCK // like.numel(), -(-n // MOST_BLOCKS))
-    total: Tensor | None = None
-    for first in range(0, n, at_a_time):
-        few = payload if at_a_time >= n else {name: part[first : first + at_a_time] for name, part in payload.items()}
-        total = collectives.sum_in_rank_order(encoded.decode(few).to(wide(like.dtype)), total)
-    assert total is not None
-    return total
 
 
 def takes_averages(inner: Any) -> bool:

@@ -3,15 +3,14 @@
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from fnddp.core import collectives, layout, tree
-from fnddp.core.codec import Carrier, Encoded, Key, Layers, added_up, batches_of, encode, exchanged, wide
+from fnddp.core import collectives, tree
+from fnddp.core.codec import Carrier, Encoded, Key, Layers, encode, wide
 from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import rounded, shortened
 from fnddp.core.sync import Local, Remembered, State, registry, require_state, transform
+from fnddp.core.table import Cut, Hop, Table
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
-from fnddp.reducers.halves import at_owners, of_owners
 
 
 @transform
@@ -33,19 +32,17 @@ class all_gather(Carrier):
 
     def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         group = group_name(self.group)
-        rank = collectives.rank(group)
-        batches = batches_of(layers, {path: x.unsqueeze(0) for path, x in leaves.items()})
-        encoded = {name: encode(layers, each.x, Key(name, rank)) for name, each in batches.items()}
-        everyone = exchanged(encoded, lambda parts: collectives.all_gather_leaves(parts, group))
-        n, ranks = collectives.world_size(group), collectives.ranks(group)
-        mean: Leaves = {}
-        sent: Leaves = {}
-        for name, batch in batches.items():
-            each = encoded[name]
-            total = added_up(each, everyone[name], n, batch.x[0]) / ranks  # [n] or [pieces, unit]
-            mean |= {path: row[0] for path, row in batch.split(total.unsqueeze(0)).items()}
-            sent |= {path: row[0] for path, row in batch.split(each.decode(each.payload)).items()} if layers else {}
-        return mean, sent if layers else leaves, state
+        n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
+        table = Table(n, {path: Cut(n * x.numel(), x.numel()) for path, x in leaves.items()})  # of each rank a row
+        hop = Hop.of(table, layers, {path: x.unsqueeze(0) for path, x in leaves.items()}, rank)
+        sums = hop.added(collectives.all_gather_leaves(hop.to_each(), group), rank)
+        mean = hop.split({name: (total / ranks).unsqueeze(0) for name, total in sums.items()})
+        sent = hop.split(hop.decoded()) if layers else {}
+        return (
+            {path: row[0] for path, row in mean.items()},
+            {path: row[0] for path, row in sent.items()} or leaves,
+            state,
+        )
 
     def __repr__(self) -> str:
         return "allgather" if self == allgather else super().__repr__()
@@ -113,82 +110,55 @@ class two_shot_mean(Carrier):
             if is_inexact(leaf) and leaf.numel():
                 real = leaf.dtype.to_real()
                 elements = leaf.numel() * (2 if leaf.is_complex() else 1)
-                residual[path] = torch.zeros(_chunk(elements, n), dtype=wide(real), device=leaf.device)
+                residual[path] = torch.zeros(-(-elements // n), dtype=wide(real), device=leaf.device)
         return TwoShotState(residual)
 
     def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         group = group_name(self.group)
         n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
-        batches = batches_of(layers, {path: layout.in_rows(x, n) for path, x in leaves.items()})
-        # How much of each row is no padding, of a leaf that is encoded alone: [n, 1].
-        lengths = {
-            name: _lengths(leaves[name], n) if layers and each.is_one else None for name, each in batches.items()
-        }
-        first = {name: encode(layers, each.x, Key(name, rank), lengths[name]) for name, each in batches.items()}
-        sums = at_owners(first, {name: batch.x[0] for name, batch in batches.items()}, group)
+        table = Table.of_chunks({path: x.numel() for path, x in leaves.items()}, n)
+        counts = table.counts(leaves) if layers else {}
+        first = Hop.of(table, layers, table.rows(leaves), rank, counts)
+        sums = first.scatter(rank, group)
         if self.server_memory:
             require_state("two_shot", state, TwoShotState)
-            shapes = {path: (_chunk(x.numel(), n),) for path, x in leaves.items()}
+            shapes = {path: (cut.width,) for path, cut in table.cuts.items()}
             check_entries("two_shot", state.residual, shapes, "another tree or another number of ranks")
-        second: dict[str, Encoded] = {}
+        again: dict[str, Encoded] = {}
         lost: Leaves = {}
-        for name, batch in batches.items():
+        for name, batch in first.batches.items():
             total = (sums[name] / ranks).unsqueeze(0)  # [1, chunk], or [1, pieces, unit]
-            length = lengths[name]
-            own = None if length is None else length[rank].unsqueeze(0)
+            count = counts.get(name) if batch.is_one else None
+            own = None if count is None else count[rank].unsqueeze(0)
             if own is not None:  # a codec may have decoded padding to any values
                 total = torch.where(torch.arange(total.shape[1], device=total.device) >= own, 0, total)
             elif layers and not batch.is_one:
-                lengths_of = {path: _own(leaves[path], n, rank) for path in batch.paths}
-                total = batch.cleared(total, lengths_of, is_kept=self.server_memory)
+                total = batch.cleared(
+                    total, {path: table.count(path, rank) for path in batch.paths}, is_kept=self.server_memory
+                )
             if self.server_memory:
                 total = total + batch.join({path: state.residual[path].unsqueeze(0) for path in batch.paths})
-            second[name] = encode(layers, rounded(total, batch.x.dtype), Key(f"{name} again", rank), own)
-            lost[name] = second[name].decode(second[name].payload) - total
-        means = of_owners(second, group)
+            again[name] = encode(layers, rounded(total, batch.x.dtype), Key(f"{name} again", rank), own)
+            lost[name] = again[name].decode(again[name].payload) - total
+        means = Hop(table, first.batches, again).gather(rank, group)
 
-        mean: Leaves = {}
-        sent: Leaves = {}
-        residual: Leaves = {}
-        for name, batch in batches.items():
-            mine = first[name].decode(first[name].payload)
-            if self.server_memory:
-                for path, row in batch.split(-lost[name]).items():  # each in memory of its own
-                    kept = row[0].to(state.residual[path].dtype)
-                    residual[path] = kept if batch.is_one else kept.clone()
-            else:
-                owned = torch.arange(n, device=mine.device).view(n, *[1] * (mine.ndim - 1)) == rank
-                mine = mine + torch.where(owned, ranks * lost[name], 0)
-            mean |= batch.split(means[name])
-            sent |= batch.split(mine)
+        mine = first.decoded()
         if self.server_memory:
-            state = TwoShotState({path: residual[path] for path in state.residual})
-        flat = [
-            {path: shortened(rows[path].reshape(-1), x.numel()) for path, x in leaves.items()} for rows in (mean, sent)
-        ]
-        return flat[0], flat[1], state
+            rows = first.split(lost)
+            state = TwoShotState({path: (-rows[path][0]).to(each.dtype) for path, each in state.residual.items()})
+        else:
+            for name, each in mine.items():
+                owned = torch.arange(n, device=each.device).view(n, *[1] * (each.ndim - 1)) == rank
+                mine[name] = each + torch.where(owned, ranks * lost[name], 0)
+        mean, sent = (
+            {path: shortened(rows[path].reshape(-1), x.numel()) for path, x in leaves.items()}
+            for rows in (first.split(means), first.split(mine))
+        )
+        return mean, sent, state
 
     def __repr__(self) -> str:
         options = super().__repr__().removeprefix("two_shot_mean")
         return "two_shot" if options == "()" else f"two_shot{options}"
-
-
-def _chunk(elements: int, n: int) -> int:
-    return -(-elements // n)
-
-
-def _lengths(x: Tensor, n: int) -> Tensor | None:
-    """Return how many numbers of each of `n` rows are elements of `x`; None if all are."""
-    chunk = _chunk(x.numel(), n)
-    if n * chunk == x.numel():
-        return None
-    return (x.numel() - chunk * torch.arange(n, device=x.device)).clamp(0, chunk).unsqueeze(1)
-
-
-def _own(x: Tensor, n: int, rank: int) -> int:
-    """Return how many elements of `x` are in the row of `rank`."""
-    chunk = _chunk(x.numel(), n)
-    return min(max(x.numel() - rank * chunk, 0), chunk)
 
 
 two_shot = two_shot_mean()

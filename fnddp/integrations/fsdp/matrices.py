@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fnddp.core import collectives
 from fnddp.core.agreement import agree_over
-from fnddp.core.codec import Encoded, Key, Layer, Layers, Payload, batches_of, encode
+from fnddp.core.codec import Encoded, Key, Layer, Layers, Payload, encode
 from fnddp.core.group import group_name
 from fnddp.core.state import describe, on_cpu
 from fnddp.core.sync import Sync
+from fnddp.core.table import Cut, Hop, Table
 from fnddp.core.tree import Leaves, changed, without_wrappers
 from fnddp.integrations.fsdp.unit import layers_of
-from fnddp.reducers.halves import OwnerRows, Owners, to_all
+from fnddp.reducers.halves import Owners, to_all
 from fnddp.run.hops import (
     has_closure,
     mark_states,
@@ -64,6 +65,8 @@ class Matrices:
         self.owners = Owners.in_order(parameters, n, costs)
         shapes = tuple((name, p.shape) for name, p in parameters.items())
         self._shards = Owners(n, shapes, ())  # rows of each matrix, as FSDP cuts it
+        sizes = {name: self._shards.sent_shape(name).numel() for name in parameters}
+        self._table = Table(n, {name: Cut(sizes[name], sizes[name], self.owners.owner(name)) for name in parameters})
         self._gradients, self._weights = layers_of(gradients), layers_of(weights)
         self._sends_differences = isinstance(weights, ef21)
         self._own: dict[str, nn.Parameter] = {}
@@ -275,26 +278,21 @@ class Matrices:
     @torch.no_grad()
     def _receive(self, names: list[str]) -> Callable[[], None]:
         """Start to send the shards of gradients to the owners; return a function that waits for those of this rank."""
-        of_owner: list[Leaves] = [{} for _ in range(self.owners.n)]
+        rows: Leaves = {}
         for name in names:
             grad = self._parameters[name].grad
             if grad is None:
                 continue  # of a matrix that no rank has used
             assert isinstance(grad, DTensor)
-            of_owner[self.owners.owner(name) or 0][name] = self._padded(name, grad.to_local()).reshape(1, -1)
-        layers = self._layers(self._gradients)
-        batches = [batches_of(layers, rows) for rows in of_owner]
-        encoded = [
-            {name: self._encoded(layers, b.x, Key(name, self._rank)) for name, b in each.items()} for each in batches
-        ]
-        rows = OwnerRows(batches, encoded)
-        wait = collectives.start_all_to_all(rows.to_each(), self._group)
+            rows[name] = self._padded(name, grad.to_local()).reshape(1, -1)
+        hop = Hop.of(self._table, self._layers(self._gradients), rows, self._rank, encoded=self._encoded)
+        wait = collectives.start_all_to_all(hop.to_each(), self._group)
 
         @torch.no_grad()
         def received() -> None:
             moved = wait()
-            for name in batches[self._rank]:
-                whole = encoded[self._rank][name].decode(rows.received(moved, self._rank, name))  # [n, rows of a shard]
+            for name in [each for each in hop.encoded if each in self._own]:
+                whole = hop.encoded[name].decode(hop.payload(moved, name))  # [n, rows of a shard]
                 own, shape = self._own[name], self.owners.shape(name)
                 own.grad = whole.reshape(-1, *shape[1:])[: shape[0]].to(own.dtype).contiguous()
 
@@ -304,18 +302,13 @@ class Matrices:
     def _send(self, names: list[str]) -> Callable[[], None]:
         """Start to send the rows of matrices from their owners; return a function that writes them to shards."""
         n, layers, device = self.owners.n, self._layers(self._weights), next(iter(self._parameters.values())).device
-        of_owner: list[Leaves] = [{} for _ in range(n)]
+        likes: Leaves = {}
         for name in names:
-            size = self._shards.sent_shape(name).numel()
-            dtype = self._parameters[name].dtype
-            of_owner[self.owners.owner(name) or 0][name] = torch.empty(1, size, dtype=dtype, device="meta")
-        batches = [batches_of(layers, rows) for rows in of_owner]
-        likes: list[dict[str, Encoded]] = [
-            {name: encode(layers, b.x, Key(name, 0)) for name, b in each.items()} for each in batches
-        ]
-        rows = OwnerRows(batches, likes)
+            size, dtype = self._shards.sent_shape(name).numel(), self._parameters[name].dtype
+            likes[name] = torch.empty(1, size, dtype=dtype, device="meta")
+        hop = Hop.of(self._table, layers, likes, 0)
         mine: dict[str, Payload] = {}
-        for name in batches[self._rank]:
+        for name in [each for each in hop.encoded if each in self._own]:
             own = self._own[name].detach()
             value = own - self._seen[name] if self._sends_differences else own
             height = self._shards.sent_shape(name)[0] * n
@@ -324,21 +317,21 @@ class Matrices:
             mine[name] = encoded.payload
             if self._sends_differences:
                 self._seen[name] += encoded.decode(encoded.payload).reshape(whole.shape)[: value.shape[0]]
-        wait = collectives.start_all_to_all(rows.of_each(self._rank, mine, device), self._group)
+        wait = collectives.start_all_to_all(hop.of_each(self._rank, mine, device), self._group)
 
         @torch.no_grad()
         def returned() -> None:
             moved = wait()
-            for owner in range(n):
-                for name in batches[owner]:
-                    local = self._parameters[name].to_local()
-                    row = likes[owner][name].decode(rows.sent(moved, owner, name)).reshape(-1, *local.shape[1:])
-                    row = row[: local.shape[0]]
-                    local.add_(row) if self._sends_differences else local.copy_(row)
+            for name, each in hop.encoded.items():
+                local = self._parameters[name].to_local()
+                row = each.decode(hop.payload(moved, name, of_owner=True)).reshape(-1, *local.shape[1:])[
+                    : local.shape[0]
+                ]
+                local.add_(row) if self._sends_differences else local.copy_(row)
 
         return returned
 
-    def _encoded(self, layers: Layers, x: Tensor, key: Key) -> Encoded:
+    def _encoded(self, layers: Layers, x: Tensor, key: Key, _: Tensor | None = None) -> Encoded:
         """Return `x` encoded, or zeros of that form behind an error: the other ranks wait for them."""
         if self._kept is None:
             try:

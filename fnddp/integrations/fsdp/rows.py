@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives, layout
-from fnddp.core.codec import Carrier, Encoded, Key, Layers, encode
+from fnddp.core.codec import Carrier, Key, Layers
 from fnddp.core.group import Group, group_name
 from fnddp.core.sync import Exchange, State
+from fnddp.core.table import Cut, Hop, Table
 from fnddp.core.tree import Leaves
-from fnddp.reducers.halves import at_owners, of_owners
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,27 +59,27 @@ class Rows:
         return [math.prod(part) for part in self._parts.values()]
 
     @cached_property
-    def _lengths(self) -> list[list[int]]:
-        """The number of elements that are not padding, of each part, in each row."""
-        lengths: list[list[int]] = []
-        for name, width in zip(self.shapes, self._widths, strict=True):
-            whole = self.shapes[name].numel()
-            lengths.append([min(max(whole - row * width, 0), width) for row in range(self.n)])
-        return lengths
+    def table(self) -> Table:
+        """The rows of owners, by parameter."""
+        widths = zip(self.shapes.items(), self._widths, strict=True)
+        return Table(self.n, {name: Cut(shape.numel(), width) for (name, shape), width in widths})
 
-    def encode(self, layers: Layers, buffer: Tensor, key: Key, row: int | None = None) -> dict[str, Encoded]:
+    def encode(self, layers: Layers, buffer: Tensor, key: Key, row: int | None = None) -> Hop:
         """Return whole rows encoded, or their parts, by parameter, if `apart` or if a codec would average padding.
 
         `buffer` has all rows, or only that of number `row`.
         """
-        is_padded = any(min(lengths) < width for lengths, width in zip(self._lengths, self._widths, strict=True))
+        is_padded = any(cut.count < self.n * cut.width for cut in self.table.cuts.values())
         if not (self.apart or (is_padded and any(layer.codec.averages for layer in layers))):
-            return {"": encode(layers, buffer, key)}
-        encoded: dict[str, Encoded] = {}
-        for part, name, lengths in zip(buffer.split(self._widths, 1), self.shapes, self._lengths, strict=True):
-            length = torch.tensor(lengths if row is None else [lengths[row]], device=buffer.device).unsqueeze(1)
-            encoded[name] = encode(layers, part, Key(f"{key.name}/{name}", key.rank), length)
-        return encoded
+            together = Table(self.n, {key.name: Cut(self.n * self.width, self.width)})
+            return Hop.of(together, layers, {key.name: buffer}, key.rank)
+        table = Table(self.n, {f"{key.name}/{name}": cut for name, cut in self.table.cuts.items()})
+        counts: dict[str, Tensor | None] = {}
+        for name in table.cuts:
+            of_rows = [table.count(name, each) for each in (range(self.n) if row is None else [row])]
+            counts[name] = torch.tensor(of_rows, device=buffer.device).unsqueeze(1)
+        parts = dict(zip(table.cuts, buffer.split(self._widths, 1), strict=True))
+        return Hop.of(table, layers, parts, key.rank, counts)
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,10 +98,10 @@ class rows_to_owners(Carrier):
         rows, group = self.rows, group_name(self.group)
         assert isinstance(rows, Rows)
         buffer = leaves[""] if "" in leaves else rows.pack(leaves)
-        encoded = rows.encode(layers, buffer, Key(self.name, collectives.rank(group)))
-        own = at_owners(encoded, dict.fromkeys(encoded, buffer[0]), group)
-        sent = {} if "" in leaves else rows.unpack(_decoded(encoded))
-        return Exchange({"": torch.cat([*own.values()])}, sent, state)
+        rank = collectives.rank(group)
+        hop = rows.encode(layers, buffer, Key(self.name, rank))
+        own = torch.cat([*hop.scatter(rank, group).values()])
+        return Exchange({"": own}, {} if "" in leaves else rows.unpack(torch.cat([*hop.decoded().values()], 1)), state)
 
     def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         return self.carry(layers, leaves, state)
@@ -110,9 +110,5 @@ class rows_to_owners(Carrier):
 def rows_to_all(layers: Layers, row: Tensor, rows: Rows, name: str, group: str | None) -> Tensor:
     """Gather this rank's `row: [width]` as `allgather` does; return all rows as all ranks decode them: `[n, width]`."""
     rank = collectives.rank(group)
-    encoded = rows.encode(layers, row.unsqueeze(0), Key(name, rank), rank)
-    return torch.cat([*of_owners(encoded, group).values()], 1)
-
-
-def _decoded(encoded: Mapping[str, Encoded]) -> Tensor:
-    return torch.cat([each.decode(each.payload) for each in encoded.values()], 1)
+    hop = rows.encode(layers, row.unsqueeze(0), Key(name, rank), rank)
+    return torch.cat([*hop.gather(rank, group).values()], 1)

@@ -289,7 +289,7 @@ def traffic_of(
         if not (rows.n > 1 and rows.width):
             return ()
         like = torch.empty(rows.n if row is None else 1, rows.width, dtype=dtype, device="meta")
-        encoded = rows.encode(layers, like, Key("", 0), row)
+        encoded = rows.encode(layers, like, Key("", 0), row).encoded
         return tuple((kind, part.nbytes, rows.n) for each in encoded.values() for part in each.payload.values())
 
     reduce = "reduce_scatter" if gradients is None else "all_to_all"
