@@ -3,13 +3,15 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fnddp.codecs import quantize as codec
-from fnddp.kernels.operator import is_same
+from fnddp.kernels.operator import KernelOr, is_same
 
 ROOT = Path(__file__).parents[1]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -96,3 +98,31 @@ def test_kernels_have_the_bits_of_operations_and_compile_without_a_gpu(what: str
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_kernel_that_fails_or_is_wrong_is_not_used(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    from fnddp.kernels import blocks
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def used(kernel: Callable[[torch.Tensor], Any]) -> bool:
+        calls: list[torch.Tensor] = []
+
+        def counted(x: torch.Tensor) -> Any:
+            calls.append(x)
+            return kernel(x)
+
+        monkeypatch.setattr(blocks, "encode", counted)
+        tried = KernelOr("fnddp::doubled", doubled, "encode", lambda device: (torch.ones(3, device=device),))
+        for _ in range(2):
+            assert tried(torch.tensor([5.0])) == 10
+        return len(calls) > 1
+
+    assert used(doubled)
+    assert not caplog.records
+    assert not used(lambda x: 2 * x + 1)
+    assert not used(lambda x: x.new_ones(1 // 0))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert used(lambda x: doubled(x) if len(x) == 3 else None)  # it takes no others: they run by operations

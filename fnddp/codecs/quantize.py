@@ -106,14 +106,14 @@ ENCODE = operator(
     "fnddp::quantize",
     "(Tensor x, int bits, SymInt block) -> (Tensor scale, Tensor q)",
     encode_blocks,
-    kernel=lambda kernels: kernels.encode,
+    kernel="encode",
     sample=lambda device: (_sample(device), 4, 128),
 )
 DECODE = operator(
     "fnddp::dequantize",
     "(Tensor scale, Tensor q, int bits, SymInt block, SymInt n) -> Tensor",
     decode_blocks,
-    kernel=lambda kernels: kernels.decode,
+    kernel="decode",
     sample=lambda device: (*encode_blocks(_sample(device), 4, 128), 4, 128, 1000),
 )
 

@@ -1,9 +1,8 @@
 """Operators of codecs: PyTorch's operations everywhere, and a kernel in their place on a GPU, with the same bits."""
 
-import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from fnddp.device import device_of
 from fnddp.torch_private import without_modes
 
 _log = logging.getLogger("fnddp")
+Sample: TypeAlias = Callable[[torch.device], tuple[Any, ...]]
 KEYS = ("CUDA", "XPU")  # ROCm's devices have the key CUDA
 
 
@@ -20,72 +20,72 @@ def takes_operators(x: Tensor) -> bool:
     return device_of(x.device).is_asynchronous
 
 
-def operator(
-    name: str,
-    schema: str,
-    run: Callable[..., Any],
-    *,
-    kernel: Callable[[Any], Callable[..., Any]],
-    sample: Callable[[torch.device], tuple[Any, ...]],
-) -> Any:
-    """Define an operator of a codec, whose first dimensions are rows; return its default overload.
+class KernelOr:
+    """A kernel, or on devices where there is none, or where it gives other numbers, PyTorch's operations.
 
     Args:
+        name: The operator's.
         run: Computes it with PyTorch's operations.
-        kernel: Returns the function that computes it with Triton, of the module of kernels. The function returns None
-            for arguments that it does not take.
-        sample: Returns arguments on a device. The kernel is used where it gives the bits of `run` for these.
+        kernel: Name of the function in `fnddp.kernels.blocks` that computes it with Triton. It returns None for
+            arguments that it does not take.
+        sample: Returns arguments on a device, for which the kernel is compared there: it may have run on no such yet.
     """
+
+    def __init__(self, name: str, run: Callable[..., Any], kernel: str, sample: Sample) -> None:
+        self._name, self._run, self._kernel, self._sample = name, run, kernel, sample
+        self._works: dict[torch.device, bool] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        device = arguments[0].device
+        with device_of(device).selected():
+            if device not in self._works:
+                self._works[device] = self._works_on(device)
+            made = self._from_kernel(*arguments) if self._works[device] else None
+        return self._run(*arguments) if made is None else made
+
+    def _from_kernel(self, *arguments: Any) -> Any:
+        from fnddp.kernels import blocks  # which needs Triton
+
+        return getattr(blocks, self._kernel)(*arguments)
+
+    def _works_on(self, device: torch.device) -> bool:
+        try:
+            arguments = self._sample(device)
+            with without_modes():
+                made, expected = self._from_kernel(*arguments), self._run(*arguments)
+                if all(map(is_same, _all(made), _all(expected))):
+                    return True
+            _log.warning("the kernel of %s gives other numbers on %s: PyTorch's operations run", self._name, device)
+        except ImportError:
+            pass
+        except Exception as error:  # of a compiler, or a driver
+            _log.warning("%s has no kernel on %s, where PyTorch's operations run: %s", self._name, device, error)
+        return False
+
+
+def operator(name: str, schema: str, run: Callable[..., Any], *, kernel: str, sample: Sample) -> Any:
+    """Define an operator of a codec, whose first dimensions are rows, and return it. See `KernelOr`."""
 
     def batch(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, in_dims, strict=True)]
-        made = made_by(*moved)
+        made = overload(*moved)
         return made, 0 if isinstance(made, Tensor) else (0,) * len(made)
-
-    @functools.cache
-    def works_on(device: torch.device) -> bool:
-        """Return whether there is a kernel that gives the same bits on `device`: it may have been tried on no such."""
-        try:
-            from fnddp.kernels import blocks
-
-            arguments = sample(device)
-            with without_modes():
-                made, expected = kernel(blocks)(*arguments), run(*arguments)
-            if all(map(is_same, _all(made), _all(expected))):
-                return True
-            _log.warning("fnddp: the kernel of %s gives other bits on %s, so PyTorch's operations run", name, device)
-        except ImportError:
-            pass
-        except Exception as error:  # of a compiler, or a driver: the operations still run
-            _log.warning("fnddp: %s has no kernel on %s, and PyTorch's operations run: %s", name, device, error)
-        return False
-
-    def on_device(*arguments: Any) -> Any:
-        if works_on(arguments[0].device):
-            from fnddp.kernels import blocks
-
-            with device_of(arguments[0].device).selected():
-                made = kernel(blocks)(*arguments)
-            if made is not None:
-                return made
-        return run(*arguments)
 
     torch.library.define(name, schema, tags=())
     torch.library.impl(name, "CompositeExplicitAutograd", run)
     for key in KEYS:
-        torch.library.impl(name, key, on_device)
+        torch.library.impl(name, key, KernelOr(name, run, kernel, sample))
     torch.library.register_fake(name, run)
     torch.library.register_vmap(name, batch)
-    namespace, of = name.split("::")
-    made_by = getattr(getattr(torch.ops, namespace), of).default
-    return made_by
+    namespace, _, of = name.partition("::")
+    overload = getattr(getattr(torch.ops, namespace), of).default
+    return overload
 
 
 def is_same(made: Tensor, expected: Tensor) -> bool:
     """Return whether numbers are equal; NaN are, too."""
-    return torch.equal(made != made, expected != expected) and torch.equal(
-        made.masked_fill(made != made, 0), expected.masked_fill(expected != expected, 0)
-    )
+    a, b = (x.masked_fill(x != x, 0) for x in (made, expected))
+    return torch.equal(made != made, expected != expected) and torch.equal(a, b)
 
 
 def _all(made: Any) -> tuple[Tensor, ...]:
