@@ -1,5 +1,6 @@
 """Block-wise integers: a scale for each block, and 8, 4 or 2 bits for each element."""
 
+import math
 from typing import ClassVar, Literal
 
 import torch
@@ -10,6 +11,7 @@ from fnddp.core.codec import Carrying, Codec, Key, Payload, wide
 from fnddp.core.opaque import shortened
 from fnddp.core.options import POSITIVE, Limit, at_least, one_of
 from fnddp.core.sync import transform
+from fnddp.kernels.operator import operator, takes_operators
 
 
 @transform
@@ -54,11 +56,12 @@ class quantize(Codec):
         return self.rounding == "stochastic"
 
     def encode(self, x: Tensor, key: Key | None = None) -> Payload:
-        blocks = in_blocks(x.to(wide(x.dtype)), self.block)
-        largest = 2 ** (self.bits - 1) - 1
-        scale = torch.maximum(blocks.amax(-1), -blocks.amin(-1)) / largest
-        q = blocks * inverse(scale).unsqueeze(-1)
-        q = q.round() if key is None else _rounded_at_random(q, key, largest)
+        block = block_size(self.block, x.shape[-1])
+        if key is None:
+            scale, q = (ENCODE if takes_operators(x) else encode_blocks)(x, self.bits, block)
+            return {"scale": scale, "q": q}
+        blocks, scale = _scaled(x, self.bits, block)
+        q = _rounded_at_random(blocks * inverse(scale).unsqueeze(-1), key, 2 ** (self.bits - 1) - 1)
         return {"scale": scale, "q": pack(q.to(torch.int8), self.bits)}
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
@@ -68,8 +71,51 @@ class quantize(Codec):
         return block_size(self.block, n)
 
     def decode(self, payload: Payload, n: int) -> Tensor:
-        q = unpack(payload["q"], self.bits, block_size(self.block, n))
-        return _decoded(q.to(payload["scale"].dtype), payload["scale"], n)
+        scale, q = payload["scale"], payload["q"]
+        return (DECODE if takes_operators(q) else decode_blocks)(scale, q, self.bits, block_size(self.block, n), n)
+
+
+def _scaled(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return the blocks of `x`, in float32 or wider, and the distance of levels in each."""
+    blocks = in_blocks(x.to(wide(x.dtype)), block)
+    return blocks, torch.maximum(blocks.amax(-1), -blocks.amin(-1)) / (2 ** (bits - 1) - 1)
+
+
+def encode_blocks(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return scales and packed integers of the blocks of rows, rounded to the nearest."""
+    blocks, scale = _scaled(x, bits, block)
+    return scale, pack((blocks * inverse(scale).unsqueeze(-1)).round().to(torch.int8), bits)
+
+
+def decode_blocks(scale: Tensor, q: Tensor, bits: int, block: int, n: int) -> Tensor:
+    """Return rows of `n` numbers, the inverse."""
+    return _decoded(unpack(q, bits, block).to(scale.dtype), scale, n)
+
+
+def _sample(device: torch.device) -> Tensor:
+    """Return rows with a short block, zeros, subnormal and large numbers, ties and NaN, to compare a kernel by."""
+    x = torch.linspace(-3, 4, 3 * 1000, device=device).view(3, 1000).exp() * torch.arange(-1, 2, device=device).view(
+        3, 1
+    )
+    x[0, :7] = torch.tensor([0.0, 1e-40, 3e38, 63.5, 62.5, -0.0, 127.0], device=device)
+    x[2, 500] = math.nan
+    return x
+
+
+ENCODE = operator(
+    "fnddp::quantize",
+    "(Tensor x, int bits, SymInt block) -> (Tensor scale, Tensor q)",
+    encode_blocks,
+    kernel="encode",
+    sample=lambda device: (_sample(device), 4, 128),
+)
+DECODE = operator(
+    "fnddp::dequantize",
+    "(Tensor scale, Tensor q, int bits, SymInt block, SymInt n) -> Tensor",
+    decode_blocks,
+    kernel="decode",
+    sample=lambda device: (*encode_blocks(_sample(device), 4, 128), 4, 128, 1000),
+)
 
 
 BITS = {1: 2, 7: 4, 127: 8}  # largest number of levels: bits of an element, with its sign

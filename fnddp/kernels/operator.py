@@ -1,0 +1,92 @@
+"""Operators of codecs: PyTorch's operations everywhere, and a kernel in their place on a GPU, with the same bits."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fnddp.device import device_of
+from fnddp.torch_private import without_modes
+
+_log = logging.getLogger("fnddp")
+Sample: TypeAlias = Callable[[torch.device], tuple[Any, ...]]
+KEYS = ("CUDA", "XPU")  # ROCm's devices have the key CUDA
+
+
+def takes_operators(x: Tensor) -> bool:
+    """Return whether codecs are single operators for tensors like `x`: on accelerators, where each launch costs."""
+    return device_of(x.device).is_asynchronous
+
+
+class KernelOr:
+    """A kernel, or on devices where there is none, or where it gives other numbers, PyTorch's operations.
+
+    Args:
+        name: The operator's.
+        run: Computes it with PyTorch's operations.
+        kernel: Name of the function in `fnddp.kernels.blocks` that computes it with Triton. It returns None for
+            arguments that it does not take.
+        sample: Returns arguments on a device, for which the kernel is compared there: it may have run on no such yet.
+    """
+
+    def __init__(self, name: str, run: Callable[..., Any], kernel: str, sample: Sample) -> None:
+        self._name, self._run, self._kernel, self._sample = name, run, kernel, sample
+        self._works: dict[torch.device, bool] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        device = arguments[0].device
+        with device_of(device).selected():
+            if device not in self._works:
+                self._works[device] = self._works_on(device)
+            made = self._from_kernel(*arguments) if self._works[device] else None
+        return self._run(*arguments) if made is None else made
+
+    def _from_kernel(self, *arguments: Any) -> Any:
+        from fnddp.kernels import blocks  # which needs Triton
+
+        return getattr(blocks, self._kernel)(*arguments)
+
+    def _works_on(self, device: torch.device) -> bool:
+        try:
+            arguments = self._sample(device)
+            with without_modes():
+                made, expected = self._from_kernel(*arguments), self._run(*arguments)
+                if all(map(is_same, _all(made), _all(expected))):
+                    return True
+            _log.warning("the kernel of %s gives other numbers on %s: PyTorch's operations run", self._name, device)
+        except ImportError:
+            pass
+        except Exception as error:  # of a compiler, or a driver
+            _log.warning("%s has no kernel on %s, where PyTorch's operations run: %s", self._name, device, error)
+        return False
+
+
+def operator(name: str, schema: str, run: Callable[..., Any], *, kernel: str, sample: Sample) -> Any:
+    """Define an operator of a codec, whose first dimensions are rows, and return it. See `KernelOr`."""
+
+    def batch(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, in_dims, strict=True)]
+        made = overload(*moved)
+        return made, 0 if isinstance(made, Tensor) else (0,) * len(made)
+
+    torch.library.define(name, schema, tags=())
+    torch.library.impl(name, "CompositeExplicitAutograd", run)
+    for key in KEYS:
+        torch.library.impl(name, key, KernelOr(name, run, kernel, sample))
+    torch.library.register_fake(name, run)
+    torch.library.register_vmap(name, batch)
+    namespace, _, of = name.partition("::")
+    overload = getattr(getattr(torch.ops, namespace), of).default
+    return overload
+
+
+def is_same(made: Tensor, expected: Tensor) -> bool:
+    """Return whether numbers are equal; NaN are, too."""
+    a, b = (x.masked_fill(x != x, 0) for x in (made, expected))
+    return torch.equal(made != made, expected != expected) and torch.equal(a, b)
+
+
+def _all(made: Any) -> tuple[Tensor, ...]:
+    return (made,) if isinstance(made, Tensor) else tuple(made)
