@@ -11,8 +11,7 @@ from fnddp.cli.failures import FAILED, WrongArgument, wrong_if
 
 
 def demo(
-    more: options.Pipelines = None,
-    pipelines: options.PipelinesOption = None,
+    pipelines: options.Pipelines = None,
     ranks: options.Ranks = None,
     model: options.Model = "digits",
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="training steps with each pipeline")] = 400,
@@ -35,7 +34,7 @@ def demo(
 
     here = launch.check_ranks(ranks, device, imports=imports)
     parameters = checks.check_model(model)
-    texts = [*(pipelines or ()), *(more or ())] or options.DEFAULT_PIPELINES
+    texts = pipelines or options.DEFAULT_PIPELINES
     syncs = checks.check_pipelines(texts, parameters)
     if here.report:
         checks.check_writable(out, "--out", is_folder=True)
@@ -232,9 +231,10 @@ def bench(
             raise WrongArgument(f"--codecs times one rank without a link or a model: leave {left_out} out")
         checks.check_imports(imports)
         return bench_codecs.run(pipelines or (), launch.check_ranks(1, device).device)
+    here = launch.check_ranks(ranks, device, link, imports, is_shared=True)
+    peers, left_out = bench_rank.check_peers(against, here)
     if not pipelines:
         raise WrongArgument("name a pipeline, such as 'fp16(allreduce)', or ask for --codecs")
-    here = launch.check_ranks(ranks, device, link, imports, is_shared=True)
     if here.device != "cpu" and here.link is not None:
         raise WrongArgument(f"--link shapes what gloo sends; leave it out with --device {here.device}")
     if backend is not None and compiled:
@@ -244,7 +244,6 @@ def bench(
     syncs: list[Sync | Auto] = [AUTO if text == AUTO else next(known) for text in pipelines]
     if AUTO in syncs and (compiled or engine == "value_and_grad"):
         raise WrongArgument("auto is for modules, not for functional steps: fnddp.choose names a pipeline for them")
-    peers, left_out = bench_rank.check_peers(against, here)
     if here.report:
         checks.check_writable(out, "--out", is_folder=True)
         print("".join(f"{name} is left out: {reason}\n" for name, reason in left_out.items()), end="", flush=True)
@@ -294,8 +293,7 @@ def run(
 
 
 def tune(
-    more: options.Pipelines = None,
-    pipelines: options.PipelinesOption = None,
+    pipelines: options.Pipelines = None,
     model: options.Model = "digits",
     data: Annotated[
         Literal["digits", "text", "own"] | None,
@@ -328,7 +326,7 @@ def tune(
     what choose_owned takes are. Writes results.json, after each seed, and pareto.svg.
     """
     from fnddp.cli import checks, picture, terminal, tune_report
-    from fnddp.cli.models import to_tune
+    from fnddp.cli.models import has_one_batch, to_tune
     from fnddp.ir.program import LoweringError
     from fnddp.run.choose import candidates
     from fnddp.simulation import tune as simulated
@@ -339,9 +337,8 @@ def tune(
     checks.check_writable(out, "--out", is_folder=True)
     checks.check_imports(imports)
     parameters = checks.check_model(model, trains=False)
-    named = [*(pipelines or ()), *(more or ())]
-    texts = named or (simulated.CANDIDATES_OF_HOPS if own else simulated.CANDIDATES)
-    is_nobodys = model in options.MODELS and not named  # losses of those models are those of no user
+    texts = pipelines or (simulated.CANDIDATES_OF_HOPS if own else simulated.CANDIDATES)
+    is_nobodys = model in options.MODELS and not pipelines  # losses of those models are those of no user
     safe = {simulated.OWNERS.plain, *simulated.OWNERS.halves} if own else candidates("none")
     if own:
         with wrong_if(TypeError, ValueError):
@@ -357,6 +354,7 @@ def tune(
 
     with terminal.progress(f"loading {model} and its data") as show:
         asked = to_tune(model, data, batch=batch, ranks=ranks, steps=steps, rate=rate)
+        setting["one_batch"] = has_one_batch(asked)
         with wrong_if(ValueError, LoweringError):
             tuned = simulated.tune(
                 asked,
