@@ -104,16 +104,65 @@ def between(text: str, marker: str) -> str:
 
 def test_figures_of_the_readme_are_those_of_the_files_that_they_come_from() -> None:
     text, results = PAGES[0].read_text(), ROOT / "benchmarks" / "results"
-    assert between(text, "which-pipeline") == (results / "which-pipeline-short.md").read_text()
-    assert between(text, "training") == (results / "slow-link-line.md").read_text()
+    assert between(text, "training") == (results / "slow-link.md").read_text()
     table = runpy.run_path(str(results.parent / "measured.py"))["table"]
     assert between(text, "measured") == table(json.loads((results / "bench.json").read_text()))
-    for times in re.findall(r"(\d+) to (\d+) times fewer bytes", text)[0]:
-        assert f"({times} times fewer)" in text, times
+    short = (results / "which-pipeline-short.md").read_text()
+    few, many, nats = re.findall(
+        r"up to (\d+) times fewer .*? sends (\d+) times fewer, .*? ends (\S+)\s+nats", text, re.S
+    )[0]
+    assert f"({few} times fewer)" in short
+    assert f"({many} times fewer)" in short
+    assert f"+{nats} nats" in short
+    page = (ROOT / "docs" / "which-pipeline.md").read_text()
+    claims = re.findall(r"(0\.\d+) to (0\.\d+) of the time", text)
+    for rate, (least, most) in zip(("1 Gbit/s", "200 Mbit/s"), claims, strict=True):
+        row = re.findall(rf"^\| {rate} \| (0\.\d+) \| (0\.\d+) \| (0\.\d+) \|", page, re.M)[0]
+        assert (least, most) == (min(row), max(row))
     project = (ROOT / "pyproject.toml").read_text()
     for name, written in (("PyTorch", "torch>="), ("Python", 'requires-python = ">=')):
         (least,) = re.findall(rf"{name} ([0-9.]+)\s+or\s+later", text)
         assert f'{written}{least}"' in project
+
+
+def test_commands_of_pages_are_for_any_user() -> None:
+    """Root in a container has no sudo; who is not root knows when to write it."""
+    assert [page for page in PAGES if any("sudo" in block.text for block in fenced(page.read_text()))] == []
+
+
+def test_one_line_installs_it() -> None:
+    pages = [PAGES[0], ROOT / "docs" / "index.md", ROOT / "docs" / "quickstart.md"]
+    (line,) = {line for page in pages for line in page.read_text().splitlines() if line.startswith("git clone URL")}
+    assert all(page.read_text().count(line) == 1 for page in pages)
+
+
+WATCHED = """
+import runpy, sys
+import torch.distributed as dist
+end = dist.destroy_process_group
+def ended():
+    sys.stdout.write(f"world size {dist.get_world_size()}\\n")
+    end()
+dist.destroy_process_group = ended
+names = runpy.run_path(sys.argv[1])
+params = {name: p.detach() for name, p in names["module"].named_parameters()}
+sys.stdout.write(f"trained to {sum(p.double().sum().item() for p in params.values())}\\n")
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/ddp.md"])
+def test_the_blocks_of_a_page_run_unchanged_alone_and_under_torchrun(name: str, ranks: int, tmp_path: Path) -> None:
+    """In one world, not in one world for each rank."""
+    blocks = [block.text for block in fenced((ROOT / name).read_text()) if block.language == "python"]
+    last = next(i for i, block in enumerate(blocks) if "destroy_process_group()" in block)
+    (tmp_path / "page.py").write_text("".join(blocks[: last + 1]))
+    (tmp_path / "watched.py").write_text(WATCHED)
+    text = Scripts(tmp_path / "watched.py", str(tmp_path / "page.py"), ranks=ranks).said(SECONDS)
+    assert text.count(f"world size {ranks}") == ranks
+    trained = re.findall("trained to (.+)", text)
+    assert len(trained) == max(1, ranks)
+    assert len({*trained}) == 1
 
 
 def test_links_lead_to_files() -> None:
