@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import inspect
+import pydoc
 import re
 import subprocess
 import sys
@@ -238,3 +240,20 @@ def test_a_steady_step_of_the_plain_mean_enters_few_files(rank: int, adapter: st
         step()
     files = files_within(step)
     assert len(files) <= LIMITS[adapter], files
+
+
+def test_options_named_seed_are_explained_and_the_laws_are_listed():
+    assert "laws" in dir(fnddp)
+    for name in dir(fnddp):
+        make = getattr(fnddp, name)
+        if getattr(make, "__module__", "").startswith("fnddp.") and "seed" in inspect.getfullargspec(make).args:
+            assert re.search(r"^ +[\w, ]*\bseed: ", make.__doc__ or "", re.M), name
+
+
+def test_the_help_of_the_class_shows_no_argument_of_torchs_twice():
+    """What is inherited from `nn.Module` is two thirds of `help`; the rest is what is ours or differs."""
+    text = pydoc.plain(pydoc.render_doc(fnddp.DistributedDataParallel))
+    own = text.partition("Methods inherited from torch.nn.modules.module.Module")[0]
+    assert len(own.splitlines()) < 320
+    args = (fnddp.DistributedDataParallel.__doc__ or "").partition("Args:")[2].partition("Raises:")[0]
+    assert "gradient_as_bucket_view" not in args

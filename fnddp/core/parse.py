@@ -26,16 +26,14 @@ ABOUT_AUTO = (
 def parse(text: str) -> Sync:
     """Return the pipeline that `text` describes: the inverse of `repr`.
 
-    Safe on hostile text: it is read as a Python expression but never evaluated. Only calls of registered names (all
-    transforms of this package and those made with `@fnddp.transform`), registered values (`allreduce`), numbers,
-    strings, booleans, None, and dicts, tuples and lists of these are understood.
+    Safe on hostile text: nothing is evaluated. Accepted are calls of registered names (transforms of this package and
+    those made with `@fnddp.transform`), registered values (`allreduce`), literals, and dicts, tuples and lists of them.
 
     Args:
         text: For example "error_feedback(powersgd(bf16(allreduce), rank=4))".
 
     Raises:
-        TypeError, ValueError: What the constructors raise, with a note that shows the position.
-        ValueError: Anything else, with the position.
+        TypeError, ValueError: From the constructors, or for other text; with the position.
 
     >>> parse("powersgd(fp16(allreduce), rank=4)")
     powersgd(fp16(allreduce), rank=4)
@@ -116,8 +114,7 @@ class _Reader:
         if name not in self.names:
             known = [known for known, entry in self.names.items() if _is_public(known, entry)]
             hint = did_you_mean(name, [*known, "auto"]) or f"; known names are {', '.join(sorted(known))}"
-            is_inside = name != self.text  # commands and wrappers take "auto" as a whole text
-            about = f" {ABOUT_AUTO}" if "'auto'" in hint and is_inside else ""
+            about = f" {ABOUT_AUTO}" if "'auto'" in hint and name != self.text else ""
             raise self.problem(node, f"unknown name {name!r}{hint}{about}")
         return self.names[name]
 

@@ -54,9 +54,10 @@ class DistributedDataParallel(TorchNames):
     As with torch's class, only gradients that a backward accumulates in the wrapped parameters are synchronized:
     `torch.autograd.grad` and `torch.func` return this rank's own. In a functional loop use `value_and_grad`.
 
-    `isinstance` of torch's class holds. All ranks must construct it. If one rank's backward raises, the step ends on
-    all: the others raise `StepFailedError` when that rank uses the module again, or `CollectiveError` when it ends or
-    times out. An error in forward or in the loss, before any gradient, is not noticed by other ranks.
+    `isinstance` of torch's class holds. Its other arguments are accepted without effect: unused parameters are always
+    found, and the plan orders copies and collectives. All ranks must construct it. If one rank's backward raises, the
+    step ends on all: the others raise `StepFailedError` when that rank uses the module again, or `CollectiveError` when
+    it ends or times out. Other ranks do not notice an error in forward or in the loss, before any gradient.
 
     Args:
         module: The module. Its parameters and buffers are made equal to the first rank's.
@@ -72,9 +73,6 @@ class DistributedDataParallel(TorchNames):
         mixed_precision: torch's `_MixedPrecision`: forward and backward run in `param_dtype`, gradients are those of
             the full-precision parameters. The plain mean is sent in `reduce_dtype`; other pipelines choose their own.
             Activation checkpointing fails within it; use torch.autocast.
-        check_reduction, static_graph, find_unused_parameters, gradient_as_bucket_view, batched_grad_copy,
-            lazy_bucket_allocation, delay_all_reduce_named_params, param_to_hook_all_reduce: Accepted, and not needed:
-            unused parameters are always found, and the plan orders copies and collectives.
         sync: The pipeline, or its text. "auto" measures the link between these ranks and the cost of encoding, for
             about a second, takes the same pipeline as `fnddp.choose`, and logs it. A checkpoint keeps its own. See
             docs/which-pipeline.md.
