@@ -27,6 +27,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from tests.forks import Scripts
 
@@ -175,6 +176,25 @@ def test_links_lead_to_files() -> None:
 def test_the_citation_is_of_this_version() -> None:
     (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "fnddp" / "version.py").read_text(), re.M)
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_changelog_has_this_version_in_few_lines() -> None:
+    """And a place for the next one: docs/release.md."""
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "fnddp" / "version.py").read_text(), re.M)
+    sections = re.split(r"^## \[(.+?)\].*\n", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)[1:]
+    assert sections[::2][:2] == ["Unreleased", version]
+    assert len(sections[3].splitlines()) <= 80
+
+
+def test_the_workflow_calls_the_parts_of_ci() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert job["steps"][-1]["run"] == ".ci/run '${{ matrix.part }}'"
+    parts = {*job["strategy"]["matrix"]["part"]}
+    script = (ROOT / ".ci" / "run").read_text()
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    (least,) = re.findall(r'"torch>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert parts == {*re.findall(r"wants (\w+)", script), f"torch=={least}.*", "torch"}
 
 
 def test_files_that_pages_show_are_there() -> None:

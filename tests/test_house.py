@@ -244,9 +244,9 @@ def test_a_steady_step_of_the_plain_mean_enters_few_files(rank: int, adapter: st
 
 def test_options_named_seed_are_explained_and_the_laws_are_listed():
     assert "laws" in dir(fnddp)
-    for name in dir(fnddp):
-        make = getattr(fnddp, name)
-        if getattr(make, "__module__", "").startswith("fnddp.") and "seed" in inspect.getfullargspec(make).args:
+    for name, make in ((name, getattr(fnddp, name)) for name in dir(fnddp)):
+        has_seed = "seed" in getattr(make, "__dataclass_fields__", getattr(make, "__annotations__", {}))
+        if has_seed and (isinstance(make, type) or inspect.isfunction(make)):
             assert re.search(r"^ +[\w, ]*\bseed: ", make.__doc__ or "", re.M), name
 
 

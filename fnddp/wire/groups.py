@@ -181,7 +181,7 @@ def warn_of_lone_ranks(size: int) -> None:
     launched = os.environ.get("WORLD_SIZE", "")
     if launched.isdecimal() and int(launched) > size:
         _log.warning(
-            f"WORLD_SIZE={launched}, but the default process group has {size}: gradients are averaged over {size} alone; "
+            f"WORLD_SIZE={launched}, but the default process group has {size}: gradients of the others are left out; "
             "under torchrun, call torch.distributed.init_process_group() without rank, world_size and store"
         )
 
