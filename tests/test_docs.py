@@ -19,6 +19,7 @@ import textwrap
 import types
 import warnings
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -204,6 +205,31 @@ def test_files_that_pages_show_are_there() -> None:
     assert {"examples/functional.py", "benchmarks/results/which-pipeline.md", "CHANGELOG.md"} <= files
     assert {file for file in files if not (ROOT / file).is_file()} == set()
     assert not any("--8<--" in page.read_text() for page in PAGES)
+
+
+class Attributes(HTMLParser):
+    """The attributes of all tags of a page, as a browser reads them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str | None]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += attrs
+
+    @property
+    def broken(self) -> list[str]:
+        """Names that no attribute has: parts of a value that was not escaped."""
+        return [name for name, _ in self.found if not re.fullmatch(r"[\w:@.-]+", name)]
+
+
+def test_cells_of_a_table_that_folds_have_the_text_of_their_header() -> None:
+    labelled = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["on_page_content"]
+    table = '<table><th>link</th><th>below 1 &amp; <code>sync="auto"</code></th><td>a</td><td>b</td></table>'
+    page = Attributes(labelled(f'<div class="folds">{table}</div>'))
+    assert page.broken == []
+    assert [value for name, value in page.found if name == "data-column"] == ["link", 'below 1 & sync="auto"']
 
 
 PEERS = ("Lightning", "Accelerate", "transformers", "Ray Train", "torchft", "TensorBoard")
