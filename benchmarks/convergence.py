@@ -666,30 +666,43 @@ class Table:
 
     def which_short(self) -> str:
         n = self.ranks[0]
-        lines = [
-            f'| link of each rank | the plain mean | loss below 0.01 nats: `sync="auto"` | fastest for {ADAMW} '
-            f"| fastest for {SGD} |",
-            "| --- | --- | --- | --- | --- |",
-        ]
+        rows: list[tuple[str, list[str], dict[str, str], dict[str, str]]] = []
         for rate in RATES:
             if not (choices := self.choices(n, rate)):
                 continue
             (_, safe, _), *faster = choices
             cells = [self.milliseconds(EXACT, n, rate), self.faster(safe, n, rate) if safe != EXACT else PLAIN]
+            fastest: dict[str, str] = {}
+            nats: dict[str, str] = {}
             for optimizer in RATE:
                 behind = [text for _, text, optimizers in faster if optimizer in optimizers]
                 text = min(behind, key=lambda each: self.seconds(each, n, rate), default=safe)
-                nats = f"; {round(self.loss(text, optimizer, n), 2) + 0.0:+.2f} nats"  # no -0.00
                 same = PLAIN if safe == EXACT else "the same"
-                cells.append(same if text == safe else f"{self.faster(text, n, rate)}{nats}")
-            lines.append(f"| {WORDS[rate]} | {' | '.join(cells)} |")
+                fastest[optimizer] = same if text == safe else self.faster(text, n, rate)
+                nats[optimizer] = "" if text == safe else f"{round(self.loss(text, optimizer, n), 2) + 0.0:+.2f} nats"
+            rows.append((WORDS[rate], cells, fastest, nats))
+        is_one = all(len({*fastest.values()}) == 1 for *_, fastest, _ in rows)
+        heads = ["fastest at some loss"] if is_one else [f"fastest for {optimizer}" for optimizer in RATE]
+        lines = [
+            f'| link of each rank | the plain mean | loss below 0.01 nats: `sync="auto"` | {" | ".join(heads)} |',
+            f"| {' | '.join(['---'] * (3 + len(heads)))} |",
+        ]
+        for words, cells, fastest, nats in rows:
+            if is_one:
+                lost = ", ".join(f"{each} with {optimizer}" for optimizer, each in nats.items() if each)
+                cells.append(f"{next(iter(fastest.values()))}{f'; {lost}' if lost else ''}")
+            else:
+                cells += [f"{each}{f'; {nats[key]}' if nats[key] else ''}" for key, each in fastest.items()]
+            lines.append(f"| {words} | {' | '.join(cells)} |")
         texts = dict.fromkeys(re.findall("`([a-z].*?\\))`", "".join(lines[2:])))
         sent = {text: self.cost[text, n]["link_bytes"] for text in (EXACT, *texts)}
         parts = [
             f"{size / 1e6:.1f} MB with `{text}` ({sent[EXACT] / size:.0f} times fewer)" for text, size in sent.items()
         ]
         bytes_of = ", ".join(sorted(parts[1:], key=lambda part: -float(part.split()[0])))
-        lines.append(f"\nThe link of a rank carries {sent[EXACT] / 1e6:.1f} MB a step with the plain mean, {bytes_of}.")
+        lines.append(
+            f"\nA rank sends {sent[EXACT] / 1e6:.1f} MB over its link in a step with the plain mean, {bytes_of}."
+        )
         return "\n".join(lines)
 
     def faster(self, text: str, n: int, rate: str) -> str:

@@ -1,7 +1,7 @@
 """Measures what codecs on FSDP2's shards do to a loss and to the time of a step, and prints fsdp-runs.md's tables.
 
 python benchmarks/measure_shards.py loss [--rate 0.02] [--steps 400] [--seeds 3] [--ranks 4]  # of a character model
-sudo python benchmarks/measure_shards.py time [--hosts 2] [rate ...]               # 200mbit 1gbit: a rank on each host
+python benchmarks/measure_shards.py time [--hosts 2] [rate ...]               # 200mbit 1gbit: a rank on each host
 """
 
 import argparse

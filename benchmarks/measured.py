@@ -21,25 +21,33 @@ NAMES = {
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return rows of arms, peers first, with times against torch's class, and what the run was."""
+    """Return rows of arms, peers first, with times against torch's class and losses, and the conditions of the run."""
+    verdicts = (KEPT.parent / "convergence-verdicts.md").read_text()
     dense = next(arm["link_bytes"] for arm in found["arms"] if arm["arm"] == "ddp")
-    lines = ["| a step with | ms | of torch DDP's time | fewer bytes on the link |", "|---|--:|--:|--:|"]
+    lines = [
+        "| a training step with | ms | of torch DDP's time | times fewer bytes | loss, nats above |",
+        "|---|--:|--:|--:|--:|",
+    ]
     for arm in sorted(found["arms"], key=lambda arm: (not arm["peer"], -arm["median_seconds"])):
         ratio = arm["ratios"].get("ddp", {"median": 1.0})["median"]
         name = NAMES[arm["arm"]] if arm["peer"] else f"`{arm['arm']}`"
         fewer = dense / arm["link_bytes"]
-        lines.append(f"| {name} | {1e3 * arm['median_seconds']:,.0f} | {ratio:.2f} | {fewer:.1f}x |")
+        found_loss = re.search(rf"^\| `{re.escape(arm['arm'])}` \| (\S+) \|", verdicts, re.MULTILINE)
+        loss = "0" if arm["arm"] == "ddp" else found_loss[1] if found_loss else "not studied"
+        lines.append(f"| {name} | {1e3 * arm['median_seconds']:,.0f} | {ratio:.2f} | {fewer:.1f} | {loss} |")
     command = found["command"].replace("'", '"').replace(" --link", " \\\n    --link")
     millions, torch = found["parameters"] / 1e6, found["torch"].split("+")[0]
     return (
         "\n".join(lines)
         + f"""
 
-Whole training steps of {millions:.1f} M parameters on {found["ranks"]} ranks of one thread each, in namespaces of
-one machine ({found["machine"]}); gloo, torch {torch}; medians of {found["pairs"]} steps. It needs Linux and root:
+Times: {found["ranks"]} workers with one thread each, a model of {millions:.1f} M parameters, in network namespaces of
+one machine ({found["machine"]}), gloo, torch {torch}, medians of {found["pairs"]} steps. Losses: AdamW in
+[the study](docs/convergence.md), a mean over two small models; +0.003 is not distinguishable from 0. To repeat it, on
+Linux as root:
 
 ```sh
-sudo .venv/bin/{command}
+{command}
 ```
 """
     )

@@ -1,7 +1,7 @@
 """Train over a slow link: loss against minutes, with torch's DDP, its fp16 hook, and pipelines of fnddp. Needs root.
 
 python benchmarks/slow_link.py train     # on ranks in network namespaces of this machine; writes results/slow-link.json
-python benchmarks/slow_link.py report    # the table, README's line and the picture, from that file
+python benchmarks/slow_link.py report    # the table, which README shows too, and the picture, from that file
 python benchmarks/slow_link.py --quick   # both in a minute, into a temporary folder
 
 The model is the study's transformer of characters (convergence.py), wider. All arms start with the same parameters, see
@@ -148,18 +148,6 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def line(found: dict[str, Any]) -> str:
-    """Return README's paragraph."""
-    target = common(found)
-    minutes = {arm: f"{reached(what['curve'], target) / 60:.1f}" for arm, what in found["arms"].items()}
-    millions = found["arms"][DDP]["parameters"] / 1e6
-    return (
-        f"A whole training of {millions:.1f} M parameters on {found['ranks']} ranks over such a link is down at the "
-        f"same loss after {minutes[DDP]} minutes with\ntorch's class, {minutes[HOOK]} with its fp16 hook, and "
-        f'{minutes[AUTO]} with `sync="auto"` ([how, and the curves](docs/which-pipeline.md#a-training)).\n'
-    )
-
-
 def draw(found: dict[str, Any]) -> Figure:
     """Draw the loss against minutes, and what all have reached."""
     figure = Figure(figsize=(5.8, 3.9), layout="constrained")
@@ -181,9 +169,8 @@ def draw(found: dict[str, Any]) -> Figure:
 def report(results: Path, assets: Path) -> None:
     found = json.loads((results / f"{NAME}.json").read_text())
     (results / f"{NAME}.md").write_text(table(found))
-    (results / f"{NAME}-line.md").write_text(line(found))
     picture.save(partial(draw, found), assets / f"{NAME}.svg")
-    print(table(found) + line(found))
+    print(table(found))
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """What mkdocs does with pages of this site: files that they show, links into the repository, folded tables."""
 
 import re
+from html import escape, unescape
 from itertools import cycle
 from typing import Any
 
@@ -31,5 +32,6 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def _labelled(table: str) -> str:
-    names = cycle(re.findall(r"<th\b[^>]*>(.*?)</th>", table))
+    headers = re.findall(r"<th\b[^>]*>(.*?)</th>", table)
+    names = cycle([escape(unescape(re.sub("<.*?>", "", header))) for header in headers])  # text, not HTML
     return re.sub(r"<td\b", lambda _: f'<td data-column="{next(names)}"', table)

@@ -12,6 +12,7 @@ from fnddp.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fnddp import collectives as collectives
+    from fnddp import laws as laws
     from fnddp import options as options
     from fnddp import outer as outer
     from fnddp import random as random
@@ -26,7 +27,7 @@ def _import_on_first_use(name: str) -> Any:
         return import_module(f"fnddp.{name}")
     import_module("fnddp.torch_private")  # raises an ImportError unless torch is new enough
     api = import_module("fnddp.api")
-    public = sorted(["__version__", "outer", *(key for key in vars(api) if not key.startswith("_"))])
+    public = sorted(["__version__", "laws", "outer", *(key for key in vars(api) if not key.startswith("_"))])
     if name == "__all__":
         return public
     if name in public:

@@ -100,7 +100,7 @@ def test_all_commands_take_what_choose_does(
 
 
 def test_the_table_of_docs_takes_what_choose_does() -> None:
-    """For 10.3 M parameters and a latency of 20 us, as docs/convergence.md and README.md say."""
+    """For 10.3 M parameters and a latency of 20 us, as docs/which-pipeline.md says."""
     table = (RESULTS / "which-pipeline.md").read_text()
     rows = [[cell.strip() for cell in row.split("|")] for row in table.splitlines()]
     safe = {(int(row[1]), row[2]): row[4].strip("`") for row in rows if len(row) > 4 and row[3] == "below 0.01"}
@@ -108,7 +108,7 @@ def test_the_table_of_docs_takes_what_choose_does() -> None:
     for (ranks, words), text in safe.items():
         rate = words.replace(" Gbit/s", "gbit").replace(" Mbit/s", "mbit")
         assert taken(f"{rate}:20us", ranks, "transformer") == text, (ranks, words)
-    # What README says of other numbers of ranks.
+    # As docs/which-pipeline.md says of other numbers of ranks.
     assert taken("1gbit:20us", 2, "transformer") == "bf16(allreduce)"
     for ranks in (4, 16, 32):
         for rate in ("100mbit", "1gbit", "10gbit", "100gbit"):

@@ -85,7 +85,7 @@ WRONG = {
     "demo": [
         (["--ranks", "0"], "Invalid value for '--ranks'"),
         (["--ranks", "5000"], " are started; virtual ranks need none: fnddp tune"),
-        (["--pipelines", "fp16(alreduce)"], "; did you mean 'allreduce'?"),
+        (["fp16(alreduce)"], "; did you mean 'allreduce'?"),
         (["--out", "mine_own.py/out"], "--out: cannot write mine_own.py/out: Not a directory; name another"),
     ],
     "plan": [
@@ -103,6 +103,10 @@ WRONG = {
         (["--model", "absent.py:f"], "cannot import absent.py: FileNotFoundError: [Errno 2] No such file"),
         (["--import", "script"], "--import: cannot import script: SystemExit: usage: script (at "),
         ([""], "parse: there is no text, where there must be a pipeline; write for example fp16(allreduce)"),
+        (["Auto"], "parse: unknown name 'Auto'; did you mean 'auto'?\n"),
+        (["bf16(auto)"], 'parse: "auto" stands alone: no pipeline contains it'),
+        (["quantize()"], "plan: quantize: missing a required argument: 'inner'; its options are inner, bits, block"),
+        (["quantize(two_shot, 8, 128, 'nearest', 0, 1)"], "plan: quantize: too many positional arguments; its options"),
         (["allreduce", "powersgd(allreduce, rank=0)"], "\n  powersgd(allreduce, rank=0)\n  ^\n"),
         (["partition({'encoder.*': allreduce})"], "partition: leaf 'blocks.0.linear1.bias' matches none"),
         (["fp16(allreduce, check=True)"], "fp16(allreduce, check=True) cannot be lowered"),
@@ -114,9 +118,8 @@ WRONG = {
         (["allreduce", "--shards", "2"], "one pipeline is planned, between replicas: give their number, --replicas N"),
         (["--shards", "2", "--gradients", "topk(allgather, k=1)"], "FSDP sends gradients as two_shot does"),
         (["--shards", "2", "--link", "node=1gbit"], "--link node=1gbit: give shards=..., or one link for all"),
-        (["allreduce", "--svg", "x", "--trace", "x"], "--svg and --trace would both write x: name two files"),
-        (["--trace", "x"], "--trace draws the plan of one pipeline on one link"),
-        (["allreduce", "--svg", "x.svg", "--trace", "absent/x"], "--trace: cannot write absent/x: No such file"),
+        (["--svg", "x"], "--svg draws the plan of one pipeline on one link"),
+        (["allreduce", "--svg", "absent/x"], "--svg: cannot write absent/x: No such file"),
         ([TWO_LEVELS, "--ranks", "0"], "--ranks must be a whole number of at least 1, or one for each group"),
         ([TWO_LEVELS, "--ranks", "1024"], "group 'across' and group 'node'; give --ranks across=...,node=..."),
         ([TWO_LEVELS, "--ranks", "node=8,across=2,rack=2"], "rack=2: the pipelines reduce over group 'across' and"),
@@ -125,9 +128,8 @@ WRONG = {
     "bench": [
         ([], "name a pipeline, such as 'fp16(allreduce)', or ask for --codecs"),
         (["allreduce", "--engine", "regster"], "'regster' is not one of 'ddp', 'register', 'value_and_grad'"),
-        (["allreduce", "--against", "dpp"], "--against: unknown peer 'dpp'; did you mean 'ddp'?"),
+        (["--against", "dpp"], "--against: unknown peer 'dpp'; did you mean 'ddp'?"),
         (["allreduce", "--against", "bf16_hook"], "--against bf16_hook: no peer is left to compare with; add ddp"),
-        (["allreduce", "--backend", "inductor", "--compile"], "--backend is for what plans compute"),
         (["allreduce", "--model", "models.py:alone"], "returns a module alone; to train it, it must return (module, "),
         (["allreduce", "--model", "models.py:text_in"], "returns inputs of str; inputs must be a tensor or a tuple"),
         (["allreduce", "--model", "models.py:no_loss"], "returns float; loss_fn must be a function of the module's"),
@@ -147,8 +149,8 @@ WRONG = {
             "of_closures cannot be tuned: LBFGS evaluates a closure; return another optim",
         ),
         (["--ranks", "1500"], "--ranks 1500: each rank needs an image; there are 1,257 to train on"),
-        (["--pipelines", TWO_LEVELS], "process group 'node' is named, but"),
-        (["--pipelines", "partition({'*.bias': none, '*': allreduce})", "--steps", "1"], "not the same on all ranks"),
+        ([TWO_LEVELS], "process group 'node' is named, but"),
+        (["partition({'*.bias': none, '*': allreduce})", "--steps", "1"], "not the same on all ranks"),
     ],
 }
 
@@ -226,7 +228,7 @@ def test_the_demo_trains_own_models_with_own_transforms_on_ranks(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--import", "mine_own.py", "--model", "models.py:small", "--steps", "11", "--out", "out"]
-    assert main.main(["demo", "--pipelines", "halving(allreduce)", *options]) == 0
+    assert main.main(["demo", "halving(allreduce)", *options]) == 0
     out = capsys.readouterr().out
     assert "models.py:small on its own batch; ranks: 2" in out
     assert "final loss" in out
@@ -349,7 +351,7 @@ def test_what_is_printed_fits_and_numbers_stay_whole(
 
 @pytest.mark.thorough
 def test_a_dumb_terminal_gets_text_alone(said: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
-    demo = ["demo", "--pipelines", LOW_RANK, "--ranks", "1", "--steps", "11", "--model", WIDE, "--out", str(tmp_path)]
+    demo = ["demo", LOW_RANK, "--ranks", "1", "--steps", "11", "--model", WIDE, "--out", str(tmp_path)]
     text, progress = said(60, *demo)
     require_fit(text, 60)
     assert "\r" in progress
@@ -357,7 +359,7 @@ def test_a_dumb_terminal_gets_text_alone(said: Callable[..., tuple[str, str]], t
     assert not {"\x1b", "\r"} & set("".join(said(60, *demo, TERM="dumb")))
 
 
-TUNE = ("tune", "--ranks", "2", "--steps", "1", "--seeds", "1", "--pipelines", "sign(allgather)")
+TUNE = ("tune", "--ranks", "2", "--steps", "1", "--seeds", "1", "sign(allgather)")
 PHASES = {
     (*PLAN[:2], "--model", SMALL): ["loading ", "checking pipelines", "lowering allreduce"],
     (*TUNE, "--model", SMALL): ["loading ", "timing forward and backward", "timing allreduce", "training allreduce, "],

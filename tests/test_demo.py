@@ -81,7 +81,7 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("launcher", [(), TORCHRUN])
 def test_starts_its_own_ranks_or_uses_those_of_torchrun(launcher: tuple[str, ...], tmp_path: Path) -> None:
     out = tmp_path / "a" / "b"
-    demo = (*launcher, *DEMO, "--steps", 30, "--out", out, "--pipelines", *PIPELINES)
+    demo = (*launcher, *DEMO, "--steps", 30, "--out", out, *PIPELINES)
     code, said, errors = finish(start(*demo, warnings="default" if launcher else "error"))
     assert code == 0, errors
     assert launcher or complaints(errors) == []  # torchrun warns of its own

@@ -19,6 +19,7 @@ import textwrap
 import types
 import warnings
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from tests.forks import Scripts
 
@@ -104,16 +106,65 @@ def between(text: str, marker: str) -> str:
 
 def test_figures_of_the_readme_are_those_of_the_files_that_they_come_from() -> None:
     text, results = PAGES[0].read_text(), ROOT / "benchmarks" / "results"
-    assert between(text, "which-pipeline") == (results / "which-pipeline-short.md").read_text()
-    assert between(text, "training") == (results / "slow-link-line.md").read_text()
+    assert between(text, "training") == (results / "slow-link.md").read_text()
     table = runpy.run_path(str(results.parent / "measured.py"))["table"]
     assert between(text, "measured") == table(json.loads((results / "bench.json").read_text()))
-    for times in re.findall(r"(\d+) to (\d+) times fewer bytes", text)[0]:
-        assert f"({times} times fewer)" in text, times
+    short = (results / "which-pipeline-short.md").read_text()
+    few, many, nats = re.findall(
+        r"up to (\d+) times fewer .*? sends (\d+) times fewer, .*? ends (\S+)\s+nats", text, re.S
+    )[0]
+    assert f"({few} times fewer)" in short
+    assert f"({many} times fewer)" in short
+    assert f"+{nats} nats" in short
+    page = (ROOT / "docs" / "which-pipeline.md").read_text()
+    claims = re.findall(r"(0\.\d+) to (0\.\d+) of the time", text)
+    for rate, (least, most) in zip(("1 Gbit/s", "200 Mbit/s"), claims, strict=True):
+        row = re.findall(rf"^\| {rate} \| (0\.\d+) \| (0\.\d+) \| (0\.\d+) \|", page, re.M)[0]
+        assert (least, most) == (min(row), max(row))
     project = (ROOT / "pyproject.toml").read_text()
     for name, written in (("PyTorch", "torch>="), ("Python", 'requires-python = ">=')):
         (least,) = re.findall(rf"{name} ([0-9.]+)\s+or\s+later", text)
         assert f'{written}{least}"' in project
+
+
+def test_commands_of_pages_are_for_any_user() -> None:
+    """Root in a container has no sudo; who is not root knows when to write it."""
+    assert [page for page in PAGES if any("sudo" in block.text for block in fenced(page.read_text()))] == []
+
+
+def test_one_line_installs_it() -> None:
+    pages = [PAGES[0], ROOT / "docs" / "index.md", ROOT / "docs" / "quickstart.md"]
+    (line,) = {line for page in pages for line in page.read_text().splitlines() if line.startswith("git clone URL")}
+    assert all(page.read_text().count(line) == 1 for page in pages)
+
+
+WATCHED = """
+import runpy, sys
+import torch.distributed as dist
+end = dist.destroy_process_group
+def ended():
+    sys.stdout.write(f"world size {dist.get_world_size()}\\n")
+    end()
+dist.destroy_process_group = ended
+names = runpy.run_path(sys.argv[1])
+params = {name: p.detach() for name, p in names["module"].named_parameters()}
+sys.stdout.write(f"trained to {sum(p.double().sum().item() for p in params.values())}\\n")
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/ddp.md"])
+def test_the_blocks_of_a_page_run_unchanged_alone_and_under_torchrun(name: str, ranks: int, tmp_path: Path) -> None:
+    """In one world, not in one world for each rank."""
+    blocks = [block.text for block in fenced((ROOT / name).read_text()) if block.language == "python"]
+    last = next(i for i, block in enumerate(blocks) if "destroy_process_group()" in block)
+    (tmp_path / "page.py").write_text("".join(blocks[: last + 1]))
+    (tmp_path / "watched.py").write_text(WATCHED)
+    text = Scripts(tmp_path / "watched.py", str(tmp_path / "page.py"), ranks=ranks).said(SECONDS)
+    assert text.count(f"world size {ranks}") == ranks
+    trained = re.findall("trained to (.+)", text)
+    assert len(trained) == max(1, ranks)
+    assert len({*trained}) == 1
 
 
 def test_links_lead_to_files() -> None:
@@ -128,6 +179,25 @@ def test_the_citation_is_of_this_version() -> None:
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 
+def test_the_changelog_has_this_version_in_few_lines() -> None:
+    """And a place for the next one: docs/release.md."""
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "fnddp" / "version.py").read_text(), re.M)
+    sections = re.split(r"^## \[(.+?)\].*\n", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)[1:]
+    assert sections[::2][:2] == ["Unreleased", version]
+    assert len(sections[3].splitlines()) <= 80
+
+
+def test_the_workflow_calls_the_parts_of_ci() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert job["steps"][-1]["run"] == ".ci/run '${{ matrix.part }}'"
+    parts = {*job["strategy"]["matrix"]["part"]}
+    script = (ROOT / ".ci" / "run").read_text()
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    (least,) = re.findall(r'"torch>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert parts == {*re.findall(r"wants (\w+)", script), f"torch=={least}.*", "torch"}
+
+
 def test_files_that_pages_show_are_there() -> None:
     """By a link that is alone on its line, which the site replaces by the file: see docs/hooks.py."""
     shown = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["SHOWN"]
@@ -135,6 +205,31 @@ def test_files_that_pages_show_are_there() -> None:
     assert {"examples/functional.py", "benchmarks/results/which-pipeline.md", "CHANGELOG.md"} <= files
     assert {file for file in files if not (ROOT / file).is_file()} == set()
     assert not any("--8<--" in page.read_text() for page in PAGES)
+
+
+class Attributes(HTMLParser):
+    """The attributes of all tags of a page, as a browser reads them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str | None]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += attrs
+
+    @property
+    def broken(self) -> list[str]:
+        """Names that no attribute has: parts of a value that was not escaped."""
+        return [name for name, _ in self.found if not re.fullmatch(r"[\w:@.-]+", name)]
+
+
+def test_cells_of_a_table_that_folds_have_the_text_of_their_header() -> None:
+    labelled = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["on_page_content"]
+    table = '<table><th>link</th><th>below 1 &amp; <code>sync="auto"</code></th><td>a</td><td>b</td></table>'
+    page = Attributes(labelled(f'<div class="folds">{table}</div>'))
+    assert page.broken == []
+    assert [value for name, value in page.found if name == "data-column"] == ["link", 'below 1 & sync="auto"']
 
 
 PEERS = ("Lightning", "Accelerate", "transformers", "Ray Train", "torchft", "TensorBoard")

@@ -147,11 +147,23 @@ def test_the_verdict_is_what_auto_takes_and_what_is_faster() -> None:
     assert f"{auto}. Faster: {four}, 2.00x as fast as that; whether your" in examination.verdict(faster)
     little = replace(findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99)), chosen=SIXTEEN_BITS[0])
     assert examination.verdict(little).startswith('Compression pays little here: sync="auto" takes')
-    assert "1.00x as fast as the plain mean, as it does not know how much of the link a backward hides" in (
+    assert '1.00x as fast as the plain mean: "auto" does not know how much communication backward hides' in (
         examination.verdict(little)
     )
+    slower = replace(findings(**dict.fromkeys([best, *SIXTEEN_BITS], 3.01)), chosen=SIXTEEN_BITS[0])
+    assert f"takes {SIXTEEN_BITS[0]}, but the plain mean is no slower: " in examination.verdict(slower)
+    much = replace(findings(**{**dict.fromkeys([best, *SIXTEEN_BITS], 4.0)}), chosen=SIXTEEN_BITS[0])
+    assert examination.verdict(much).endswith(f"Faster: {MEAN}, 1.33x as fast as that")
     nothing = findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99))
     assert examination.verdict(nothing).startswith('No compression saves a tenth of a step here: sync="auto" keeps')
+
+
+@pytest.mark.parametrize("at", [None, RankInfo("torchrun", 0, 2, 0)])
+def test_ranks_of_a_launcher_are_not_told_to_use_one(at: RankInfo | None, capsys: pytest.CaptureFixture[str]) -> None:
+    examination.show(replace(findings(), hosts=["here", "here"]), Ranks(at, 2), "transformer")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "fnddp plan auto --link 200mbit" in said
+    assert ("run fnddp doctor under torchrun" in said) == (at is None)
 
 
 def test_all_ranks_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,16 @@ def test_white_space_and_lines():
     assert repr(parse(text)) == "error_feedback(powersgd(fp16(allreduce), rank=4), decay=0.9)"
 
 
+def test_names_that_errors_list_are_those_of_the_package():
+    with pytest.raises(ValueError, match="known names are ") as raised:
+        parse("foo(allreduce)")
+    listed = str(raised.value).splitlines()[0].partition("known names are ")[2].split(", ")
+    assert {"two_shot", "all_gather", "powersgd"} <= {*listed}
+    assert [name for name in listed if not hasattr(fnddp, name)] == []
+    with pytest.raises(ValueError, match=r"did you mean 'two_shot'\?"):
+        parse("two_shot_mea")
+
+
 HOSTILE = {
     "__import__('os')": (0, "unknown name '__import__'"),
     "fp16(__import__('os').system('true'))": (5, "Call"),

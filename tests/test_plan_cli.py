@@ -140,10 +140,10 @@ def test_steps_that_differ_have_a_row_each(planned: Any, printed: Any, tmp_path:
     assert low_rank["links"]["1gbit"]["communication_seconds"] == pytest.approx(sum(seconds) / 4)
     assert low_rank["rounds"] == 2
     assert len(planned(*options, "--step", "1")["pipelines"][0]["phases"]) == 1
-    said = printed(*options, "--show", "--trace", str(tmp_path / "step.json"))
+    said = printed(*options, "--show", "--svg", str(tmp_path / "step.svg"))
     for expected in ("  1 of 4 steps ", "  3 of 4 steps ", "round 2 of 2", "round 1 of 1"):
         assert expected in said
-    assert '"fnddp c1 all_reduce"' not in (tmp_path / "step.json").read_text()  # of the step that sends most
+    assert (tmp_path / "step.svg").read_text().count("all_reduce") == 1  # of the step that sends most
 
 
 def test_kinds_of_steps_that_cost_the_same_are_one(planned: Any) -> None:
@@ -151,14 +151,9 @@ def test_kinds_of_steps_that_cost_the_same_are_one(planned: Any) -> None:
     assert [(each["steps"], each["wire_bytes"]) for each in nested["phases"]] == [(5, 0), (1, 4 * PARAMETERS)]
 
 
-def test_a_picture_and_a_trace(printed: Any, tmp_path: Path) -> None:
-    svg, trace = tmp_path / "plan.svg", tmp_path / "step.json"
-    printed(LOW_RANK, "--backward", "0.02", "--svg", str(svg), "--trace", str(trace))
-    assert svg.read_text().startswith("<svg")
-    events = json.loads(trace.read_text())["traceEvents"]
-    taken = {event["name"]: event["dur"] for event in events if event["ph"] == "X"}
-    assert taken["backward"] == 20_000
-    assert {"fnddp slot 0 encode", "fnddp c0 all_reduce", "fnddp c1 all_reduce", "fnddp c1 wait"} <= set(taken)
+def test_a_picture(printed: Any, tmp_path: Path) -> None:
+    printed(LOW_RANK, "--svg", str(tmp_path / "plan.svg"))
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
 
 
 def test_axes_of_a_sharded_model(planned: Any, printed: Any) -> None:

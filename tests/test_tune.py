@@ -261,7 +261,7 @@ def test_candidates_are_pipelines() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["tune", "--model", SMALL, "--ranks", "2", "--steps", "2", "--seeds", "2", "--link", "1mbit:1ms"]
-    arguments += ["--pipelines", "sign(allgather)", "--within", "5%", "--out", str(tmp_path / "out")]
+    arguments += ["sign(allgather)", "--within", "5%", "--out", str(tmp_path / "out")]
     assert main.main(arguments) == 0
     said, errors = capsys.readouterr()
     assert complaints(errors) == []
@@ -277,6 +277,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(results["pipelines"]) == 6  # with what auto takes
     assert results["verdict"] in said
     assert results["within"] > 0
+    assert results["one_batch"]
+    assert f"since {SMALL} returns one" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(("model", "is_one"), [(SMALL, True), ("transformer", False), ("digits", False)])
+def test_a_model_that_returns_inputs_has_one_batch(model: str, is_one: bool) -> None:
+    assert models.has_one_batch(models.to_tune(model, None, batch=2, ranks=2, steps=1, rate=None)) == is_one
 
 
 def test_a_command_that_is_interrupted_keeps_the_seeds_that_are_done(

@@ -18,11 +18,41 @@ from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine
 from fnddp.simulation.ranks import run_threads
 from fnddp.wire.c10d import faster
-from fnddp.wire.groups import World, within
+from fnddp.wire.groups import World, warn_of_lone_ranks, within
 from fnddp.wire.kinds import ALL_REDUCE
 from tests.models import assert_equal_on_ranks, step
 from tests.ranks import on_ranks
 from tests.wires import AloneWire
+
+
+def module_step(linear: nn.Linear) -> None:
+    fnddp.DistributedDataParallel(linear, sync="bf16(allreduce)")
+
+
+def functional_step(linear: nn.Linear) -> None:
+    params = {name: p.detach() for name, p in linear.named_parameters()}
+    fnddp.value_and_grad(lambda p: p["weight"].sum(), fnddp.allreduce)(params, ())
+
+
+def pure_step(linear: nn.Linear) -> None:
+    fnddp.allreduce({"w": torch.ones(2)}, ())
+
+
+@pytest.mark.parametrize("train", [module_step, functional_step, pure_step])
+@pytest.mark.parametrize("launched", ["2", "1", None])
+def test_fewer_ranks_than_were_started_are_warned_of_once(train, launched, monkeypatch, caplog):
+    """As where each rank of torchrun makes a world of its own."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if launched:
+        monkeypatch.setenv("WORLD_SIZE", launched)
+    warn_of_lone_ranks.cache_clear()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    for _ in range(2):
+        train(nn.Linear(2, 2))
+    said = [each.getMessage() for each in caplog.records if each.name == "fnddp" and "WORLD_SIZE" in each.getMessage()]
+    assert len(said) == (launched == "2")
+    assert all("WORLD_SIZE=2, but the default process group has 1: " in line for line in said)
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

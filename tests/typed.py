@@ -76,3 +76,6 @@ class halved(fnddp.Codec):
 halved(two_shot, times=2)
 halved(allreduce)  # type: ignore[arg-type]
 halved(two_shot, times="2")  # type: ignore[arg-type]
+
+# Laws for a transform of one's own.
+fnddp.laws.check(allreduce)

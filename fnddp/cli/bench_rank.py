@@ -75,7 +75,6 @@ class Setup:
     pairs: int = 30  # timed rounds; each runs every arm once
     seed: int = 0  # of the parameters and of the order of arms in a round
     is_profiled: bool = False  # measure where the time of a step goes, too
-    backend: str | None = None  # that runs the segments of our plans
     load: float = field(default_factory=lambda: os.getloadavg()[0])  # processes that ran here in the last minute
 
     @property
@@ -151,7 +150,6 @@ class Run:
             "threads": self.threads,
             "link": ranks.link,
             "engine": "compiled" if setup.compiled else setup.engine,
-            "run_by": setup.backend or "python",
             "device": device.name,
             "backend": device.backend,
             "pairs": setup.pairs,
@@ -202,7 +200,7 @@ def _arm(each: Sync | str, setup: Setup, module: nn.Module, loss: Loss, batch: B
         assert not isinstance(sync, str)  # "auto" is for modules
         return _functional(setup, module, loss, batch, sync)
     if sync is not None and setup.engine == "ddp":
-        ours = fnddp.DistributedDataParallel(module, sync=sync, backend=setup.backend)
+        ours = fnddp.DistributedDataParallel(module, sync=sync)
         return _module(ours, loss, batch, str(ours.sync))
     if setup.compiled:
         module.compile()
@@ -210,7 +208,7 @@ def _arm(each: Sync | str, setup: Setup, module: nn.Module, loss: Loss, batch: B
         return _module(module, loss, batch)
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     if sync is not None:
-        return _module(model, loss, batch, str(fnddp.register(model, sync, backend=setup.backend).sync))
+        return _module(model, loss, batch, str(fnddp.register(model, sync).sync))
     if each == "powersgd_hook":  # from the first step that it can
         state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook)
@@ -241,7 +239,7 @@ def _functional(setup: Setup, module: nn.Module, loss: Loss, batch: Batch, sync:
             grads, state = sync(grads, state)
         return value, grads, state
 
-    run = train_step if sync is None or setup.compiled else fnddp.value_and_grad(loss_fn, sync, backend=setup.backend)
+    run = train_step if sync is None or setup.compiled else fnddp.value_and_grad(loss_fn, sync)
     if setup.compiled:
         run = torch.compile(run, fullgraph=True)
     # The next step's state, and the last one's gradients, so that their memory is as in training.

@@ -11,8 +11,7 @@ from fnddp.cli.failures import FAILED, WrongArgument, wrong_if
 
 
 def demo(
-    more: options.Pipelines = None,
-    pipelines: options.PipelinesOption = None,
+    pipelines: options.Pipelines = None,
     ranks: options.Ranks = None,
     model: options.Model = "digits",
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="training steps with each pipeline")] = 400,
@@ -35,7 +34,7 @@ def demo(
 
     here = launch.check_ranks(ranks, device, imports=imports)
     parameters = checks.check_model(model)
-    texts = [*(pipelines or ()), *(more or ())] or options.DEFAULT_PIPELINES
+    texts = pipelines or options.DEFAULT_PIPELINES
     syncs = checks.check_pipelines(texts, parameters)
     if here.report:
         checks.check_writable(out, "--out", is_folder=True)
@@ -101,9 +100,6 @@ def plan(
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the timeline of the plan of one pipeline")
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write the predicted step of one pipeline, for ui.perfetto.dev")
-    ] = None,
     imports: options.Imports = None,
 ) -> int:
     """Compute what pipelines would send and take on a cluster.
@@ -113,7 +109,6 @@ def plan(
     The pipeline "auto" is what sync="auto" takes there, beside the plain mean.
     """
     from fnddp.cli import checks, models, plan_report, terminal
-    from fnddp.cost.estimate import Compute
     from fnddp.reducers.all_reduce import allreduce
     from fnddp.run.choose import AUTO, choice
     from fnddp.wire.groups import World, within
@@ -121,7 +116,7 @@ def plan(
     links = link or ["1gbit"]
     if shards is not None or gradients or weights or replicas > 1:
         others = {"--ranks": ranks != "8", "--step": step is not None, "--backward": backward, "--show": show}
-        others |= {"--svg": svg, "--trace": trace, "--bucket-cap-mb": bucket_cap_mb != 25}
+        others |= {"--svg": svg, "--bucket-cap-mb": bucket_cap_mb != 25}
         unfit = [option for option, given in others.items() if given]
         if shards is None or unfit:
             fix = f"leave {', '.join(unfit)} out" if unfit else "give --shards N, or --shards 1"
@@ -130,16 +125,12 @@ def plan(
         plan_report.show_axes(model, pipelines or [], links, as_json, shards, replicas, gradients, weights)
         return 0
     texts = pipelines or options.DEFAULT_PIPELINES
-    files = {option: file for option, file in (("--svg", svg), ("--trace", trace)) if file is not None}
     if show and as_json:
         raise WrongArgument("--json prints nothing else: leave --show out")
-    if files and max(len(texts), len(links)) > 1:
-        draw = "draws" if len(files) == 1 else "draw"
-        raise WrongArgument(f"{' and '.join(files)} {draw} the plan of one pipeline on one link: give one of each")
-    if len(set(files.values())) < len(files):
-        raise WrongArgument(f"--svg and --trace would both write {svg}: name two files")
-    for option, file in files.items():
-        checks.check_writable(file, option)
+    if svg is not None:
+        if max(len(texts), len(links)) > 1:
+            raise WrongArgument("--svg draws the plan of one pipeline on one link: give one of each")
+        checks.check_writable(svg, "--svg")
     checks.check_imports(imports)
     sizes, by_text = checks.check_sizes(ranks), {text: checks.check_links(text) for text in links}
     parameters = checks.check_model(model, trains=False)
@@ -149,7 +140,7 @@ def plan(
     choices = {name: choice(parameters, on, world_size=n) for name, on in by_text.items() if AUTO in texts}
     taken = {name: each.taken for name, each in choices.items()}
     if choices:
-        beside = [] if files else [repr(allreduce)]  # what it is compared with
+        beside = [] if svg else [repr(allreduce)]  # what it is compared with
         named = [each for text in texts for each in (taken.values() if text == AUTO else [text])]
         texts = list(dict.fromkeys([*named, *beside]))
     with terminal.progress(f"running {model} without values"):
@@ -161,11 +152,8 @@ def plan(
         checks.check_groups(option, text, given, syncs)
     planned = terminal.each("lowering", lambda sync: plan_report.planned(sync, setting), syncs)
     plans, costs = [each for each, _ in planned], [each for _, each in planned]
-    busiest, on = max(plans[0], key=lambda plan: plan.wire_bytes), by_text[links[0]]
     if svg is not None:
-        svg.write_text(busiest.to_svg(on))
-    if trace is not None:
-        trace.write_text(busiest.to_trace(on, Compute(backward_seconds=backward or 0.0)))
+        svg.write_text(max(plans[0], key=lambda plan: plan.wire_bytes).to_svg(by_text[links[0]]))
     if as_json:
         print(json.dumps(plan_report.as_json(setting, costs) | ({"auto": taken} if taken else {}), indent=1))
     else:
@@ -207,10 +195,6 @@ def bench(
     out: options.Out = Path("fnddp-bench"),
     seed: options.Seed = 0,
     profile: Annotated[bool, typer.Option("--profile", help="also print where the host's time goes in a step")] = False,
-    backend: Annotated[
-        Literal["inductor"] | None,
-        typer.Option(help="what compiles the computation of plans; Python by default"),
-    ] = None,
     imports: options.Imports = None,
 ) -> int:
     """Time training steps with pipelines against torch's own DDP.
@@ -232,26 +216,22 @@ def bench(
             raise WrongArgument(f"--codecs times one rank without a link or a model: leave {left_out} out")
         checks.check_imports(imports)
         return bench_codecs.run(pipelines or (), launch.check_ranks(1, device).device)
+    here = launch.check_ranks(ranks, device, link, imports, is_shared=True)
+    peers, left_out = bench_rank.check_peers(against, here)
     if not pipelines:
         raise WrongArgument("name a pipeline, such as 'fp16(allreduce)', or ask for --codecs")
-    here = launch.check_ranks(ranks, device, link, imports, is_shared=True)
     if here.device != "cpu" and here.link is not None:
         raise WrongArgument(f"--link shapes what gloo sends; leave it out with --device {here.device}")
-    if backend is not None and compiled:
-        raise WrongArgument("--backend is for what plans compute, and steps that are compiled whole have none")
     parameters = checks.check_model(model)
     known = iter(checks.check_pipelines([text for text in pipelines if text != AUTO], parameters))
     syncs: list[Sync | Auto] = [AUTO if text == AUTO else next(known) for text in pipelines]
     if AUTO in syncs and (compiled or engine == "value_and_grad"):
         raise WrongArgument("auto is for modules, not for functional steps: fnddp.choose names a pipeline for them")
-    peers, left_out = bench_rank.check_peers(against, here)
     if here.report:
         checks.check_writable(out, "--out", is_folder=True)
         print("".join(f"{name} is left out: {reason}\n" for name, reason in left_out.items()), end="", flush=True)
     elements = sum(p.numel() for p in parameters.values())
-    setup = bench_rank.Setup(
-        model, syncs, peers, here, elements, engine, compiled, pairs, seed=seed, is_profiled=profile, backend=backend
-    )
+    setup = bench_rank.Setup(model, syncs, peers, here, elements, engine, compiled, pairs, seed, profile)
     found = here.run(bench_rank.measure, setup)
     if here.report:
         (run,) = found
@@ -294,8 +274,7 @@ def run(
 
 
 def tune(
-    more: options.Pipelines = None,
-    pipelines: options.PipelinesOption = None,
+    pipelines: options.Pipelines = None,
     model: options.Model = "digits",
     data: Annotated[
         Literal["digits", "text", "own"] | None,
@@ -322,13 +301,12 @@ def tune(
 ) -> int:
     """Find the fastest pipeline that trains as well as the mean.
 
-    Trains with each pipeline on virtual ranks in this process, costs a step of each on the link, and prints bytes, time
-    and final loss. Encoding, decoding and backward are measured here. The plain mean, 16-bit wires and what sync="auto"
-    takes are always among them; name others in the place of the usual ones. With --own, exact hops, hops of 16 bits and
-    what choose_owned takes are. Writes results.json, after each seed, and pareto.svg.
+    Trains with each pipeline on virtual ranks in this process, predicts a step of each on the link from measured
+    encoding and backward, and prints bytes, time and final loss. Always includes the plain mean, 16-bit wires and the
+    choice of sync="auto"; pipelines that you name replace the others. Writes results.json and pareto.svg.
     """
     from fnddp.cli import checks, picture, terminal, tune_report
-    from fnddp.cli.models import to_tune
+    from fnddp.cli.models import has_one_batch, to_tune
     from fnddp.ir.program import LoweringError
     from fnddp.run.choose import candidates
     from fnddp.simulation import tune as simulated
@@ -339,9 +317,8 @@ def tune(
     checks.check_writable(out, "--out", is_folder=True)
     checks.check_imports(imports)
     parameters = checks.check_model(model, trains=False)
-    named = [*(pipelines or ()), *(more or ())]
-    texts = named or (simulated.CANDIDATES_OF_HOPS if own else simulated.CANDIDATES)
-    is_nobodys = model in options.MODELS and not named  # losses of those models are those of no user
+    texts = pipelines or (simulated.CANDIDATES_OF_HOPS if own else simulated.CANDIDATES)
+    is_nobodys = model in options.MODELS and not pipelines  # losses of those models are those of no user
     safe = {simulated.OWNERS.plain, *simulated.OWNERS.halves} if own else candidates("none")
     if own:
         with wrong_if(TypeError, ValueError):
@@ -357,6 +334,7 @@ def tune(
 
     with terminal.progress(f"loading {model} and its data") as show:
         asked = to_tune(model, data, batch=batch, ranks=ranks, steps=steps, rate=rate)
+        setting["one_batch"] = has_one_batch(asked)
         with wrong_if(ValueError, LoweringError):
             tuned = simulated.tune(
                 asked,

@@ -162,10 +162,8 @@ def show(findings: Findings, of: Ranks, model: str) -> None:
         table(findings, model).show()
         echo(verdict(findings))
         if len(set(findings.hosts)) == 1:
-            echo(
-                "These ranks share a machine. For another link: fnddp plan auto --link 200mbit --ranks N; on a "
-                "cluster, run fnddp doctor under torchrun"
-            )
+            cluster = "; on a cluster, run fnddp doctor under torchrun" if of.at is None else ""
+            echo(f"These ranks share a machine. For another link: fnddp plan auto --link 200mbit --ranks N{cluster}")
 
 
 def lines(findings: Findings, of: Ranks) -> list[str]:
@@ -219,8 +217,10 @@ def verdict(findings: Findings) -> str:
         said = f'sync="auto" keeps the plain mean; of its step {exposed} are exposed'
     else:
         said = f'sync="auto" takes {auto.pipeline}: {plain.seconds / auto.seconds:.2f}x as fast as the plain mean'
+        if auto.seconds >= plain.seconds:
+            said = f'sync="auto" takes {auto.pipeline}, but the plain mean is no slower'
         if auto.seconds > (1 - MARGIN) * plain.seconds:
-            said += ", as it does not know how much of the link a backward hides"
+            said += ': "auto" does not know how much communication backward hides'
     if best.seconds <= (1 - MARGIN) * plain.seconds:
         said = f"Compression can pay here: {said}"
     else:
@@ -228,8 +228,8 @@ def verdict(findings: Findings) -> str:
         said = f"{little}: {said}"
     if best.seconds > (1 - MARGIN) * auto.seconds:
         return said
-    faster = f"{best.pipeline}, {auto.seconds / best.seconds:.2f}x as fast as that"
-    return f"{said}. Faster: {faster}; whether your model trains as well with it: fnddp tune"
+    trains = "" if best is plain else "; whether your model trains as well with it: fnddp tune"
+    return f"{said}. Faster: {best.pipeline}, {auto.seconds / best.seconds:.2f}x as fast as that{trains}"
 
 
 def as_json(findings: Findings, device: str) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _check_syntax(options: Mapping[str, object]) -> None:
     """Raise a WrongArgument for what cannot be a pipeline, before torch is imported, which takes seconds."""
     from fnddp.core.syntax import expression_of
 
-    for name in ("pipeline", "pipelines", "more", "gradients", "weights"):
+    for name in ("pipeline", "pipelines", "gradients", "weights"):
         given: Any = options.get(name) or []
         for text in given if isinstance(given, list) else [given]:
             with wrong_if(ValueError):

@@ -114,6 +114,12 @@ def load(name: str) -> Problem:
     return Problem(lambda: _module(make()), loss, always)
 
 
+def has_one_batch(problem: Problem) -> bool:
+    """Return whether all ranks train on the same batch in every step, as with `(module, inputs, loss_fn)`."""
+    generator = torch.Generator()
+    return problem.batch(0, 2, generator) is problem.batch(1, 2, generator)
+
+
 def parameters(name: str) -> Params:
     """Return the parameters of the model `name`, without values (on the meta device): enough for planning.
 

@@ -90,7 +90,7 @@ def check_available() -> None:
     if missing:
         raise NetworkError(f"a shaped link needs {' and '.join(missing)}, of iproute2: apt-get install iproute2")
     if os.geteuid() != 0:
-        raise NetworkError("a shaped link needs root, to make network namespaces: run the command with sudo")
+        raise NetworkError("a shaped link needs root, to make network namespaces: run the command as root or with sudo")
 
 
 def loopback_device() -> str:

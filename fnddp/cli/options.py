@@ -37,9 +37,6 @@ def _models(context: typer.Context, incomplete: str) -> list[str]:
 Pipelines: TypeAlias = Annotated[
     list[str] | None, typer.Argument(metavar="PIPELINE", help="for example 'fp16(allreduce)'", show_default=False)
 ]
-PipelinesOption: TypeAlias = Annotated[
-    list[str] | None, typer.Option("--pipelines", metavar="PIPELINE...", help="the same", show_default=False)
-]
 Model: TypeAlias = Annotated[
     str,
     typer.Option(

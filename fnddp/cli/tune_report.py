@@ -56,6 +56,11 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
     Grid("pipeline", columns, rows, legend, note).show()
     for line in (tuned.verdict, *tuned.notes):
         echo(f"{line}.")
+    if found["one_batch"]:
+        echo(
+            f"Warning: all ranks trained on one batch in every step, since {found['model']} returns one: its losses do "
+            "not predict those of a training. Return a Problem with batches of its own, or give --data"
+        )
     if tuned.winner is not None:
         echo(f"To use it: {tuned.usage(tuned.winner)}")
 

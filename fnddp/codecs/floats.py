@@ -51,31 +51,32 @@ NOT_FINITE = 255 << MANTISSA
 
 @transform
 class fp8(Codec):
-    """Send each element as an 8-bit float, after scaling its block to the format's range; or as one of 4 bits.
+    """Send each element as a float of 8 or 4 bits, after scaling its block to the range of the format.
 
-    Its error is relative to the element, that of `quantize` to the block: e4m3 errs by at most 1 / 16 of an element
+    The error is relative to the element, that of `quantize` to the block: e4m3 errs by at most 1 / 16 of an element
     down to 2 ** -14 of the block's largest one, e5m2 by 1 / 8 down to 2 ** -29, e2m1 by 1 / 4 down to 1 / 6. The wrong
-    choice for blocks of elements of one magnitude, which int8 rounds finer; and, being biased, without
-    `error_feedback`. A block whose largest element is below the smallest normal number times the format's largest
-    (5.3e-36 for e4m3 of float32) becomes zeros.
+    choice for blocks of elements of one magnitude, which int8 rounds finer; and without `error_feedback`, because it is
+    biased. A block whose largest element is below the smallest normal number times the format's largest (5.3e-36 for
+    e4m3 of float32) becomes zeros.
 
-    The block formats of accelerators, to the bit, are `fp8(two_shot, block=32, scale="e8m0")`, which is MXFP8, and
-    `fp8(two_shot, format="e2m1", block=32, scale="e8m0")`, MXFP4. Powers of two are coarser scales: the largest element
-    of a block may be rounded down to the format's largest, in e4m3 by an eighth, in e5m2 also by an eighth, and in e2m1
-    by a quarter. Gradients beyond the range of float32 are not finite then.
+    The block formats of accelerators, bit for bit, are `fp8(two_shot, block=32, scale="e8m0")` (MXFP8) and
+    `fp8(two_shot, format="e2m1", block=32, scale="e8m0")` (MXFP4). Scales of powers of two may round the largest
+    element of a block down, by an eighth in e4m3 and e5m2, and by a quarter in e2m1. Gradients beyond the range of
+    float32 become NaN or infinite then.
 
     Args:
-        inner: The carrier, or a codec for the scales: `fp8(bf16(two_shot))`; with powers of two a carrier.
+        inner: The carrier, or a codec for the scales: `fp8(bf16(two_shot))`; with scales of powers of two, a carrier.
         format: "e4m3" (torch.float8_e4m3fn, up to 448), "e5m2" (torch.float8_e5m2, up to 57,344), or "e2m1" (of 4 bits:
             0, 0.5, 1, 1.5, 2, 3, 4 and 6, two in a byte).
-        block: Elements that share a scale; None for the row: a leaf, or a rank's part of it. Even for e2m1.
-        scale: "float32", or wider for wider gradients, which makes the largest element of a block the largest of the
-            format; or "e8m0", a power of two in 8 bits, torch.float8_e8m0fnu.
+        block: Number of elements that share a scale. None for a row: a leaf, or a rank's part of it. Even for e2m1.
+        scale: "float32", or wider for wider gradients, maps the largest element of a block to the largest of the
+            format; "e8m0" is a power of two in 8 bits, torch.float8_e8m0fnu.
 
-    Source: Micikevicius et al., "FP8 formats for deep learning", arXiv 2209.05433; a scale for a block as in torchft's
-    quantized all-reduce, which has one for a row. OCP Microscaling Formats (MX) Specification 1.0, 2023, sections 5 and
-    6.3: the exponent of a scale is that of the largest element less that of the format's largest power of two; elements
-    are rounded to nearest, ties to even, and those beyond the largest to it; a block that is not finite is all NaN.
+    Source: Micikevicius et al., "FP8 formats for deep learning", arXiv 2209.05433; a scale for each block, where
+    torchft's quantized all-reduce has one for each row. OCP Microscaling Formats (MX) Specification 1.0, 2023, sections
+    5 and 6.3: the exponent of a scale is that of the largest element less that of the format's largest power of two;
+    elements are rounded to nearest, ties to even, and larger ones to the largest; a block with NaN or infinite values
+    is all NaN.
 
     >>> from fnddp import allgather
     >>> fp8(allgather)({"w": torch.tensor([448.0, 19.0, -1.0, 0.0])}, ())[0]
@@ -154,11 +155,15 @@ def _in_four_bits(q: Tensor) -> Tensor:
 class natural(Codec):
     """Round each element to one of the two powers of two around it, at random: unbiased, in 9 bits.
 
-    Its variance is at most 1 / 8 of the square of each element, whatever the others are, so it needs neither memory
-    nor blocks nor scales. The wrong choice where 8 bits and a scale do (`quantize` errs less for elements near the
+    The variance is at most 1 / 8 of the square of each element, whatever the others are, so it needs neither memory nor
+    blocks nor scales. The wrong choice where 8 bits and a scale suffice (`quantize` errs less for elements near the
     largest of their block), and for float64 gradients beyond the range of float32.
 
-    Nothing is rounded beyond the largest power of two of the gradients' dtype, and below 2 ** -126 to 0 or 2 ** -126.
+    Elements beyond the largest power of two of the gradients' dtype become that power. Elements below 2 ** -126 become
+    0 or 2 ** -126.
+
+    Args:
+        seed: Seed of the rounding, which differs between ranks.
 
     Source: Horvath et al., "Natural compression for distributed deep learning", arXiv 1905.10988, definition 1 and
     theorem 1.

@@ -27,27 +27,27 @@ SMALLEST = (127 << 3) - 255  # what is left of 1.0, the largest ratio of scales,
 
 @transform
 class lloyd_max(Codec):
-    """Round each element to the nearest of 2 ** bits levels, which lie as the elements of a normal distribution do.
+    """Round each element to the nearest of 2 ** bits levels, spaced for a normal distribution.
 
-    Of normal numbers 1 bit loses 0.363 of the variance, 2 bits 0.1175, 3 bits 0.0345 and 4 bits 0.0095, where the
-    evenly spaced levels of `quantize` lose about 0.59 (2 bits) and 0.014 (4 bits) in blocks of 128. Whatever the
-    elements are, it is a contraction; it is biased, so wrap it in `error_feedback`. The wrong choice at 4 bits for
-    gradients with few large elements, whose largest levels are too small for them (`quantize` errs less), and for
-    gradients with many zeros, since no level is 0: only blocks of zeros stay zeros.
+    Of normal numbers 1 bit loses 0.363 of the variance, 2 bits 0.1175, 3 bits 0.0345 and 4 bits 0.0095. The evenly
+    spaced levels of `quantize` lose about 0.59 (2 bits) and 0.014 (4 bits) in blocks of 128. It is a contraction for
+    any elements, and biased, so wrap it in `error_feedback`. The wrong choice at 4 bits for gradients with few large
+    elements, whose levels end too early (`quantize` errs less), and for gradients with many zeros, because no level is
+    0: only blocks of zeros stay zeros.
 
-    A block is divided by its root mean square. Its scale, by which the levels are multiplied, is that of the least
-    squared error; it travels in 8 bits (three of a fraction, five of an exponent) as a part of the row's largest scale,
-    a float32. A block whose scale is less than 2 ** -31.75 of the largest one becomes zeros.
+    Each block is divided by its root mean square. The scale that multiplies its levels minimizes the squared error, and
+    is sent in 8 bits (three of a fraction, five of an exponent), relative to the row's largest scale, a float32. A
+    block whose scale is less than 2 ** -31.75 of the largest one becomes zeros.
 
     Args:
         inner: The carrier, or a codec for the largest scale of each row.
         bits: 1 to 4.
-        block: Elements that share a scale, a multiple of 8; None for the row: a leaf, or a rank's part of it.
+        block: Number of elements that share a scale, a multiple of 8. None for a row: a leaf, or a rank's part of it.
 
     Source: Max, "Quantizing for minimum distortion", IRE Transactions on Information Theory 6, 1960, table 1; Lloyd,
     "Least squares quantization in PCM", 1957 and 1982; for scales in 8 bits Dettmers et al., "QLoRA", arXiv 2305.14314,
-    section 3. Deviation: the scale of a block is not its root mean square, from which it hardly differs for normal
-    numbers, but the factor that makes the error smallest.
+    section 3. Deviation: the scale of a block is the factor that minimizes the error. For normal numbers it hardly
+    differs from the root mean square.
 
     >>> from fnddp import allgather
     >>> lloyd_max(allgather, bits=2)({"w": torch.tensor([3.0, -3.0, 1.0, -1.0])}, ())[0]

@@ -18,18 +18,20 @@ from fnddp.kernels.operator import operator, takes_operators
 class quantize(Codec):
     """Round each element to one of 2 ** bits - 1 evenly spaced levels, up to the largest magnitude of its block.
 
-    Rounding to nearest is biased, by at most half the distance of levels: wrap it in `error_feedback` below 8 bits.
-    Stochastic rounding is unbiased, with a larger error. The wrong choice for gradients with few large elements in each
-    block, since the others then round to zero; smaller blocks help, at 32 bits of scale each.
+    Rounding to nearest is biased by at most half a level: below 8 bits, wrap it in `error_feedback`. Stochastic
+    rounding is unbiased and has a larger error. The wrong choice for blocks with few large elements, because the others
+    round to zero. Smaller blocks help; each adds a scale of 32 bits.
 
     Args:
-        inner: The reducer that carries payloads, or a codec for the scales: `quantize(bf16(two_shot))`.
+        inner: The carrier of the payloads, or a codec for the scales: `quantize(bf16(two_shot))`.
         bits: 8, 4 or 2. Below 8, several elements share a byte.
-        block: Elements that share a scale, a multiple of 8 / bits; None for a whole leaf, or a rank's part of it.
+        block: Number of elements that share a scale, a multiple of 8 / bits. None for a row: a leaf, or a rank's part
+            of it.
         rounding: "nearest" (ties to even), or "stochastic": up with a probability equal to the fractional part.
+        seed: Seed of stochastic rounding, which differs between ranks.
 
-    Source: Alistarh et al., "QSGD", NeurIPS 2017, but scaled by the largest magnitude, not the norm; Dettmers, "8-bit
-    approximations", ICLR 2016.
+    Source: Alistarh et al., "QSGD", NeurIPS 2017, but scaled by the largest magnitude instead of the norm; Dettmers,
+    "8-bit approximations", ICLR 2016.
 
     >>> from fnddp import allgather
     >>> quantize(allgather, bits=4, block=4)({"w": torch.tensor([7.0, 3.2, -1.4, 0.0])}, ())[0]
@@ -123,15 +125,17 @@ BITS = {1: 2, 7: 4, 127: 8}  # largest number of levels: bits of an element, wit
 
 @transform
 class qsgd(Codec):
-    """Round each element to ||x||_2 sign(x_i) l_i / s, with l_i in 0..s rounded up or down at random: unbiased.
+    """Round each element to ||x||_2 sign(x_i) l_i / s, where l_i in 0..s is rounded up or down at random: unbiased.
 
-    Its variance is at most min(d / s^2, sqrt(d) / s) times ||x||_2^2 over d elements of a block. It needs no memory;
-    use `error_feedback` only if that factor is below 1. The wrong choice for few levels in large blocks, where it is
-    sqrt(d) / s: `quantize(rounding="stochastic")` scales by the largest element and so wastes fewer levels.
+    The variance is at most min(d / s^2, sqrt(d) / s) times ||x||_2^2 over the d elements of a block. Memory is not
+    needed; use `error_feedback` only if that factor is below 1. The wrong choice for few levels in large blocks, where
+    the factor is sqrt(d) / s: `quantize(rounding="stochastic")` scales by the largest element and so wastes fewer
+    levels.
 
     Args:
         levels: s, in 1..127: 1 takes 2 bits an element, up to 7 take 4, more take 8.
-        block: d, the elements that share a norm; None for the row: a leaf, or a rank's part of it.
+        block: d, the number of elements that share a norm. None for a row: a leaf, or a rank's part of it.
+        seed: Seed of the rounding, which differs between ranks.
 
     Source: Alistarh et al., "QSGD", NeurIPS 2017, section 3.1 and lemma 3.1. Deviation: l_i has a fixed length, so that
     shapes do not depend on values; the paper uses a code of variable length (Elias).
@@ -174,17 +178,18 @@ class qsgd(Codec):
 class terngrad(Codec):
     """Send s sign(x_i) with probability |x_i| / s, else 0, where s is the largest |x_i|: unbiased, in 2 bits.
 
-    It needs no memory, but its variance is large: sum over i of |x_i| (s - |x_i|). The wrong choice for gradients with
-    few large elements, which make s large: clip them, at the price of a bias, or take smaller blocks. It is
+    Memory is not needed, but the variance is large: sum over i of |x_i| (s - |x_i|). The wrong choice for gradients
+    with few large elements, which make s large: clip them, which adds a bias, or take smaller blocks. It is
     `quantize(bits=2, rounding="stochastic")` with clipping.
 
     Args:
-        clip: Number of standard deviations of the row at which elements are clipped first, 2.5 in the paper; None
-            does not clip. Clipping is biased, so use `error_feedback`.
-        block: Elements that share a scale; None for the row: a leaf, or a rank's part of it.
+        clip: Clip elements at this number of standard deviations of the row first, 2.5 in the paper; None does not
+            clip. Clipping is biased, so use `error_feedback`.
+        block: Number of elements that share a scale. None for a row: a leaf, or a rank's part of it.
+        seed: Seed of the choices, which differ between ranks.
 
     Source: Wen et al., "TernGrad", NeurIPS 2017, equations 2 and 3, and 12 for clipping. Deviation: each rank has its
-    own scale; the paper shares one, which takes another round of communication.
+    own scale; the paper shares one, in another round of communication.
 
     >>> from fnddp import allgather
     >>> sync = terngrad(allgather)

@@ -18,13 +18,13 @@ from fnddp.core.tree import Leaves, is_inexact
 class sign(Codec):
     """Send the sign of each element, eight in a byte, and one scale a row.
 
-    With the mean magnitude as its scale it is a contraction by 1 - ||x||_1^2 / (n ||x||_2^2), which needs
-    `error_feedback`; the largest magnitude is no contraction. Zeros count as positive. The wrong choice without memory,
-    and for rows of very different elements: put it on single leaves, or on blocks of `chunk` elements.
+    With the mean magnitude as its scale it is a contraction by 1 - ||x||_1^2 / (n ||x||_2^2) and needs
+    `error_feedback`; with the largest magnitude it is no contraction. Zeros count as positive. The wrong choice without
+    memory, and for rows of very different elements: use chunks.
 
     Args:
-        scale: "mean" magnitude, "max", or "none": plain signs, of magnitude 1 (signSGD).
-        chunk: Elements that share a scale, a multiple of 8; None for the row: a leaf, or a rank's part of it.
+        scale: "mean" magnitude, "max", or "none": plain signs of magnitude 1 (signSGD).
+        chunk: Number of elements that share a scale, a multiple of 8. None for a row: a leaf, or a rank's part of it.
 
     Source: Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019, Algorithm 1.
 
@@ -81,18 +81,19 @@ NOT_FINITE = -2  # the fourth number of two bits
 
 @transform
 class majority_vote(Codec):
-    """Send the sign of each element; the mean is the sign of their sum: 1, -1, or 0 where the votes are even.
+    """Send the sign of each element. The mean is the sign of their sum: 1, -1, or 0 where the votes are even.
 
-    Zeros abstain: a rank without a gradient, or of weight 0, does not count. The mean's magnitude is 1, so the learning
-    rate alone sets the size of a step. The wrong choice without a rate made for it; with memory, whose residuals are
-    measured in gradients and are corrected in units of 1; and on two ranks, which either agree or tie. An element that
-    is not finite makes its mean NaN.
+    Zeros abstain: a rank without a gradient, or of weight 0, does not count. The mean has magnitude 1, so the learning
+    rate alone sets the size of a step. The wrong choice without a rate made for it; with memory, whose residuals are in
+    units of gradients but are corrected in units of 1; and on two ranks, which either agree or tie. If an element is
+    NaN or infinite on one rank, its mean is NaN.
 
     Args:
-        inner: A carrier. `two_shot` sends 2 bits an element twice; `allgather` once, but to all ranks: use it on few.
+        inner: A carrier. `two_shot` sends 2 bits an element twice; `allgather` sends them once, but to every rank: use
+            it on few ranks.
 
     Source: Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant", ICLR 2019,
-    Algorithm 1. Deviation: there a zero votes as a sign does, in one bit.
+    Algorithm 1. Deviation: there a zero counts as a vote, in one bit.
 
     >>> from fnddp import two_shot
     >>> majority_vote(two_shot)({"w": torch.tensor([3.0, -1.0, 0.0])}, ())[0]

@@ -21,19 +21,19 @@ from fnddp.torch_private import reinterpreted
 
 @transform
 class topk(Codec):
-    """Send the largest elements of each row, or of each chunk of it, and zeros for all others.
+    """Send the largest elements of each row, or of each chunk of a row, and zeros for all others.
 
     Biased, a contraction by 1 - k / n: wrap it in `error_feedback`. The wrong choice for dense gradients at small
-    ratios without memory, on links above a few Gbit/s (finding the largest costs tens of copies), and over `allgather`
-    on many ranks, of which each receives all payloads.
+    ratios without memory; on links above a few Gbit/s, because selection costs tens of copies; and over `allgather` on
+    many ranks, because each rank receives all payloads.
 
-    Indices travel as int16 for up to 32,768 elements, else as int32; for chunks of 4,096, of an even k, as 12 bits.
-    A row shorter than k, or than a chunk, is sent whole or padded. Ties and NaN are chosen as `torch.topk` does.
+    Indices are sent as int16 for up to 32,768 elements, else as int32; for chunks of 4,096 and an even k, in 12 bits. A
+    row shorter than k, or than a chunk, is sent whole or padded. Ties and NaN are selected as by `torch.topk`.
 
     Args:
-        ratio: The fraction of elements to keep, in (0, 1], at least one; or
-        k: how many elements to keep of each row or chunk. Exactly one of both.
-        chunk: Elements among which the largest are found; None for the row: a leaf, or a rank's part of it.
+        ratio: The fraction of elements to keep, in (0, 1], at least one element. Give either `ratio` or `k`.
+        k: Number of elements to keep of each row or chunk.
+        chunk: Number of elements among which the largest are selected. None for a row: a leaf, or a rank's part of it.
 
     Source: Aji and Heafield, EMNLP 2017; chunks as in SparseLoCo (arXiv 2603.08163), 64 of 4,096.
 
@@ -80,24 +80,23 @@ class topk(Codec):
 class dct_topk(Codec):
     """Send the k largest coefficients of the two-dimensional DCT of each tile of a matrix.
 
-    A leaf of shape `[n, ...]` is the matrix `[n, m]`; one with at least `chunk` rows and columns is cut into square
-    tiles, padded with zeros at the end of each side. Other leaves, and complex ones, are taken as a row of numbers, of
-    which each chunk * chunk make a tile. Over `two_shot` a tile is cut where a rank's part ends: use `allgather`.
+    A leaf of shape `[n, ...]` is the matrix `[n, m]`. If it has at least `chunk` rows and columns, it is cut into
+    square tiles, padded with zeros. Other leaves, and complex ones, are read as a row of numbers, and each chunk *
+    chunk of them make a tile. Over `two_shot` a tile is cut where a rank's part ends: use `allgather`.
 
-    Magnitudes are compared to 12 bits, and of equal ones the first are taken: coefficients of 16-bit numbers are often
-    equal but for rounding, which differs between machines, and between simulated and real ranks.
+    Magnitudes are compared to 12 bits, and the first of equal ones are selected: coefficients of 16-bit numbers often
+    differ by rounding alone, which varies between machines, and between simulated and real ranks.
 
-    The transform is orthonormal, so this is a contraction by 1 - k / (numbers in a tile), as top-k is: wrap it in
+    The transform is orthonormal, so this is a contraction by 1 - k / (numbers in a tile), like top-k: wrap it in
     `error_feedback`. DeMo's momentum is that residual: m = beta m + g, m -= sent, is `decay=beta`. The wrong choice for
-    gradients whose neighbours have nothing in common: `topk` is as good then, without the 8 * chunk operations an
-    element.
+    gradients whose neighbours are unrelated: `topk` is as good then, and saves 8 * chunk operations an element.
 
     Args:
         inner: The carrier, or a codec for the coefficients: `dct_topk(bf16(allgather))`.
         chunk: The side of a tile.
-        k: Coefficients sent of each tile; all of one with fewer.
-        index: "small": 12 bits for tiles of 4,096 numbers and even k, else int16 or int32; or a torch integer dtype by
-            name, "int16", "int32" or "int64" (as DeMo sends them).
+        k: Number of coefficients sent of each tile; all of a tile with fewer.
+        index: "small": 12 bits for tiles of 4,096 numbers and even k, else int16 or int32; or the name of a torch
+            integer dtype, "int16", "int32" or "int64" (as DeMo sends them).
 
     Source: Peng et al., "DeMo: decoupled momentum optimization", arXiv 2411.19870, Algorithm 1. Deviations: the mean is
     over all ranks, not over those that sent a coefficient; each index of a tile is written once, in any order, so that

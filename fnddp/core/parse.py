@@ -2,7 +2,8 @@
 
 import ast
 import inspect
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -16,25 +17,23 @@ T = TypeVar("T")
 MAX_DEPTH = 100
 
 ABOUT_AUTO = (
-    '"auto" is no part of a pipeline: sync="auto" measures the link between the running ranks of a model that is '
-    "wrapped, and takes the fastest pipeline that is safe; for ranks that do not run, fnddp.choose(params, link) and "
-    "`fnddp plan auto --link 1gbit` name it"
+    '"auto" stands alone: no pipeline contains it. sync="auto" measures the link between the running ranks of a '
+    "wrapped model and takes the fastest pipeline that is safe; for ranks that are not running, "
+    "fnddp.choose(params, link) and `fnddp plan auto --link 1gbit` name it"
 )
 
 
 def parse(text: str) -> Sync:
     """Return the pipeline that `text` describes: the inverse of `repr`.
 
-    Safe on hostile text: it is read as a Python expression but never evaluated. Only calls of registered names (all
-    transforms of this package and those made with `@fnddp.transform`), registered values (`allreduce`), numbers,
-    strings, booleans, None, and dicts, tuples and lists of these are understood.
+    Safe on hostile text: nothing is evaluated. Accepted are calls of registered names (transforms of this package and
+    those made with `@fnddp.transform`), registered values (`allreduce`), literals, and dicts, tuples and lists of them.
 
     Args:
         text: For example "error_feedback(powersgd(bf16(allreduce), rank=4))".
 
     Raises:
-        TypeError, ValueError: What the constructors raise, with a note that shows the position.
-        ValueError: Anything else, with the position.
+        TypeError, ValueError: From the constructors, or for other text; with the position.
 
     >>> parse("powersgd(fp16(allreduce), rank=4)")
     powersgd(fp16(allreduce), rank=4)
@@ -103,7 +102,7 @@ class _Reader:
         keywords = {str(keyword.arg): self.read(keyword.value, depth + 1) for keyword in node.keywords}
         make: Any = type(entry) if isinstance(entry, Sync) else entry  # of a carrier: `two_shot(server_memory=True)`
         try:
-            _require_options(name, make, keywords)
+            _require_fit(name, make, arguments, keywords)
             return make(*arguments, **keywords)
         except (TypeError, ValueError) as error:
             error.add_note(pointer(self.text, node.lineno, self.column(node)))
@@ -113,9 +112,9 @@ class _Reader:
         if name == "auto":
             raise self.problem(node, ABOUT_AUTO)
         if name not in self.names:
-            known = f"; known names are {', '.join(sorted(self.names))}"
-            hint = did_you_mean(name, [*self.names, "auto"]) or known
-            about = f" {ABOUT_AUTO}" if "'auto'" in hint else ""
+            known = [known for known, entry in self.names.items() if _is_public(known, entry)]
+            hint = did_you_mean(name, [*known, "auto"]) or f"; known names are {', '.join(sorted(known))}"
+            about = f" {ABOUT_AUTO}" if "'auto'" in hint and name != self.text else ""
             raise self.problem(node, f"unknown name {name!r}{hint}{about}")
         return self.names[name]
 
@@ -132,12 +131,24 @@ class _Reader:
         return problem(self.text, node.lineno, self.column(node), what)
 
 
-def _require_options(name: str, make: Any, given: Iterable[str]) -> None:
-    known = inspect.signature(make).parameters
-    unknown = [option for option in given if option not in known]
+def _is_public(name: str, entry: Any) -> bool:
+    """Return False for a class of this package that users know by its ready-made value alone."""
+    is_own = isinstance(entry, type) and issubclass(entry, Sync) and entry.__module__.startswith("fnddp.")
+    return not is_own or hasattr(sys.modules["fnddp.api"], name)
+
+
+def _require_fit(name: str, make: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Raise a TypeError that lists the options of `name` unless the arguments fit them."""
+    signature = inspect.signature(make)
+    known = signature.parameters
+    unknown = [option for option in keywords if option not in known]
     if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         hint = did_you_mean(unknown[0], known) or f"; it has {', '.join(known)}"
         raise TypeError(f"{name}: unknown option {unknown[0]!r}{hint}")
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}; its options are {', '.join(known)}") from None
 
 
 def pipeline_of(what: str, sync: str | Sync) -> Sync:

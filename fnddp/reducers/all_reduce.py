@@ -11,21 +11,18 @@ from fnddp.core.tree import Leaves, Tree
 
 @transform
 class all_reduce(Reducer):
-    """Reduce every leaf over the ranks of a process group, one collective per leaf.
+    """Reduce every leaf over the ranks of a process group, with one collective for each leaf.
 
-    The mean divides by the world size *before* it sums, so values that fit the dtype of the wire never overflow in
-    the sum. `allreduce` is the ready-made `all_reduce()`. The wrong choice by itself for many small leaves over a slow
-    link: wrap it in `bucketize`.
-
-    Integer and bool leaves travel as int64; the mean of integers is rounded to the nearest (halves up), the mean of
-    bools is the majority.
+    The mean divides by the world size *before* it sums, so values that fit the wire's dtype never overflow in the sum.
+    `allreduce` is the ready-made `all_reduce()`. The wrong choice for many small leaves over a slow link: wrap it in
+    `bucketize`. Integer and bool leaves are sent as int64; the mean of integers is rounded to the nearest (halves up),
+    the mean of bools is the majority.
 
     Args:
         group: A process group, its name, a one-dimensional device mesh or `(mesh, dim)`; None for the adapter's group
-            or the default one. It is kept by name.
-        op: "mean", "sum", "max" or "min". The latter two do not add, so compression and memory refuse them; they take
-            no complex leaves.
-            A "sum" adds all that is in `.grad`: clear gradients before each synchronized backward.
+            or the default one. It is stored by name.
+        op: "mean", "sum", "max" or "min". Compression and memory refuse "max" and "min", which do not add; these take
+            no complex leaves. A "sum" adds the whole `.grad`: clear gradients before each synchronized backward.
 
     >>> import torch
     >>> all_reduce(op="sum")
@@ -59,8 +56,8 @@ registry.add("allreduce", allreduce)
 class unreduced(Sync):
     """Leave every gradient as it is on its rank, and send nothing. `none` is the ready-made value.
 
-    For leaves that differ between ranks on purpose (experts, adapters of one rank), as a rule of `partition`; and to
-    measure what synchronization costs. The wrong choice for anything else: parameters drift apart, silently.
+    Use it for leaves that differ between ranks on purpose (experts, adapters of one rank), as a rule of `partition`;
+    and to measure the cost of synchronization. The wrong choice for anything else: parameters diverge silently.
 
     >>> import torch
     >>> none({"w": torch.ones(2)}, ())

@@ -28,8 +28,8 @@ class PartitionState(NamedTuple):
 class partition(Sync):
     """Run on every leaf the pipeline of the first pattern that matches its path.
 
-    Patterns are those of `fnmatch`, case-sensitive: `*.bias`, `layer4.*`, `*`. A leaf without a pattern, and a
-    pattern without leaves, are a ValueError in `init` and `exchange`, so that a typo cannot go unnoticed.
+    Patterns are those of `fnmatch`, case-sensitive: `*.bias`, `layer4.*`, `*`. So that no typo goes unnoticed, `init`
+    and `exchange` raise a ValueError for a leaf without a pattern, and for a pattern without leaves.
 
     Args:
         rules: Pipelines by pattern; the first match wins.
@@ -132,8 +132,8 @@ class WarmupState(NamedTuple):
 class warmup(Sync):
     """Run `before` for the first `steps` exchanges, then `inner`.
 
-    The first steps of a training run tolerate compression badly (torch's `start_powerSGD_iter`). Put memory inside,
-    `warmup(error_feedback(...), 100)`, unless `before` is lossy too.
+    The first steps of a training tolerate compression badly (torch's `start_powerSGD_iter`). Put memory inside,
+    `warmup(error_feedback(...), 100)`, unless `before` is lossy as well.
 
     >>> from fnddp import fp16
     >>> sync = warmup(fp16(allreduce), steps=1)
@@ -177,11 +177,10 @@ class switch(Sync):
     """Run another pipeline from given steps on: `switch({0: ..., 1000: ...})`.
 
     For ranks, ratios and precisions that change during training; for a first phase alone `warmup` is shorter. A stage
-    takes over tensors of the stage before: those at the same place in a state of the same class, with the same
-    shape, dtype and device. So a residual is carried over from PowerSGD of rank 4 to rank 2, and is stored once;
-    queries of another rank and counters start afresh. Memory outside, `error_feedback(switch({...}))`, need not be
-    carried over. The wrong choice for changes in every step: each stage is a phase, with a plan of its own, of which
-    adapters keep at most 8.
+    inherits tensors of the stage before: those at the same place in a state of the same class, with the same shape,
+    dtype and device. So a residual survives a change of PowerSGD's rank, and is stored once; queries of another rank
+    and counters start anew. Memory outside, `error_feedback(switch({...}))`, needs no inheritance. The wrong choice for
+    changes in every step: each stage is a phase with its own plan, and adapters keep at most 8 plans.
 
     Args:
         stages: Pipelines by their first step, counted in exchanges; one begins at 0.
@@ -264,8 +263,8 @@ class EveryState(NamedTuple):
 class every(Sync):
     """Exchange in each n-th step; in the others, no leaf has an update.
 
-    The pipeline returns None for those leaves, and adapters leave `.grad` None, on all ranks alike, so that Adam's
-    moments and weight decay stand still.
+    In the other steps the pipeline returns None for the leaves, and adapters leave `.grad` None on all ranks, so that
+    Adam's moments and weight decay do not change.
 
     By itself it **loses** the gradients of the other steps. With memory outside they add up, and the n-th step sends
     the sum: `error_feedback(every(4, topk(allgather, ratio=0.01)))`. The update is then about n times as large. The
@@ -275,7 +274,7 @@ class every(Sync):
         n: Exchange in the steps n, 2 n, 3 n, ...; at least 1.
 
     Source: the period of communication of Qsparse-local-SGD (Basu et al., NeurIPS 2019, Algorithm 1) with one set of
-    parameters: here they stand still in between.
+    parameters, which here do not change in between.
 
     >>> from fnddp import allreduce, error_feedback
     >>> sync = error_feedback(every(2, allreduce))

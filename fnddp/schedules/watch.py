@@ -23,14 +23,16 @@ class MeasureState(NamedTuple):
 
 @transform
 class measure(Sync):
-    """Keep in the state how far the result of `inner` is from its gradients; change nothing else.
+    """Store in the state how far the result of `inner` is from its gradients; change nothing else.
 
-    `error` is |g - sent| / |g| over all leaves, the part of this rank's gradient that was not sent. `cosine` is the
-    cosine of the angle between the mean and the exact mean, over all leaves: 1 without loss. Integers do not count.
+    `error` is |g - sent| / |g| over all leaves: the part of this rank's gradient that was not sent. `cosine` is the
+    cosine of the angle between the mean and the exact mean, over all leaves: 1 without loss. Integer leaves do not
+    count.
 
-    `measure(error_feedback(topk(allgather)))` compares with the gradients, `error_feedback(measure(topk(allgather)))`
-    with the input of the compressor, gradients and residual. The exact mean takes an uncompressed all_reduce, so
-    `every_steps=1` is the wrong choice for more than a few steps. Reading a number waits for an accelerator.
+    `measure(error_feedback(topk(allgather)))` compares with the gradients. `error_feedback(measure(topk(allgather)))`
+    compares with the input of the compressor, which is gradients and residual. The exact mean costs an uncompressed
+    all_reduce, so `every_steps=1` is the wrong choice for more than a few steps. Reading a number waits for an
+    accelerator.
 
     Args:
         inner: The pipeline: a mean over one process group, the same on all ranks, in every step.

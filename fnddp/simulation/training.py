@@ -56,10 +56,10 @@ def simulate_training(
 ) -> Trained:
     """Train one set of parameters on `world_size` virtual ranks: one vmap for all gradients, then `sync`, simulated.
 
-    Real ranks hold the same parameters, so one set and one optimizer stand for all. Each batch is a step. The numbers
-    depend on the arguments alone, and on torch's global seed where `loss_fn` draws random numbers. For ranks with
-    parameters of their own, see `fnddp.outer.simulate_training`. The wrong choice for modules whose buffers change in
-    `forward` (BatchNorm), and to measure time.
+    All ranks have the same parameters, so one set and one optimizer represent all. Each batch is a step. The numbers
+    depend on the arguments alone, and on torch's global seed where `loss_fn` draws random numbers. The wrong choice for
+    modules whose `forward` changes buffers (BatchNorm), and to measure time. See also
+    `fnddp.outer.simulate_training`, where ranks have their own parameters.
 
     Args:
         loss_fn: `loss_fn(params, *batch) -> loss`, a scalar: one rank's, on its batch. `torch.func.vmap` runs it, for

@@ -141,8 +141,8 @@ class Problem:
         build: Makes a new module. Its initial values are a function of torch's global seed.
         loss: `loss(forward, batch)`: a rank's mean loss, a scalar. It calls `forward` as it would the module.
         batch: `batch(rank, ranks, generator)`: the next batch of one of `ranks` ranks.
-        optimizer: Makes one for a list of tensors, in the order of the module's parameters, with `lr` to choose another
-            learning rate; or several, each for a part of the list: Muon for matrices and AdamW for the rest.
+        optimizer: Makes one for a list of tensors, in the order of the module's parameters, with `lr` for another
+            learning rate; or several, each for a part of the list, such as Muon for matrices and AdamW for the rest.
         quality: Takes the trained module, or a function in its place, in eval mode, and returns the final loss; None
             for the mean of the training losses in the last tenth of the steps.
         accuracy: Takes the same, and returns the share of held-out data that is classified correctly; None without.
@@ -335,10 +335,9 @@ class Tuned:
         outcomes: Of each pipeline, the fastest first.
         compute: Forward and backward, as measured.
         within: Largest excess of a loss over the plain mean's that is good enough, in units of the loss.
-        chosen: What `sync="auto"` or `choose_owned` takes on the link, which knows neither these losses nor how long
-            backward takes; None without Muon, with which `choose_owned` chooses.
+        chosen: The choice of `sync="auto"` or `choose_owned` on the link; None without Muon, which the latter needs.
         among: The pipelines that may win; None for all.
-        kind: Whether they are means, or both hops of owners.
+        kind: Means, or both hops of owners.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -381,10 +380,9 @@ class Tuned:
 
     @property
     def winner(self) -> Outcome | None:
-        """The pipeline to take; None if losses do not decide.
+        """The fastest pipeline whose loss is surely within; None if losses do not decide.
 
-        The fastest whose loss is surely within; of those that are faster than it by less than `MARGIN`, what
-        `sync="auto"` takes, the plain mean, or a cast. Seeds must tell of all that would be faster, and of that.
+        Of those that differ from it by less than `MARGIN`: the choice of `sync="auto"`, the plain mean, or a cast.
         """
         best = self._best
         return None if best is None or self._doubtful else best
@@ -481,15 +479,13 @@ def tune(
     tell: Callable[[str, int, int], None] = lambda does, done, of: None,
     found: Callable[["Tuned", int], None] = lambda tuned, seeds: None,
 ) -> Tuned:
-    """Train with each pipeline on `ranks` virtual ranks, cost a step of each on `link`, and compare.
+    """Train with each pipeline on `ranks` virtual ranks, predict the time of a step on `link`, and compare.
 
-    The plain mean, 16-bit wires and what `sync="auto"` takes are always among them; with `own` exact hops, hops of 16
-    bits and what `fnddp.choose_owned` takes. Losses are simulated (`fnddp.simulate_training`); times are predicted
-    (`Plan.predict`), from forward, backward and each segment as measured here, on one rank's batch. The optimizer's
-    own time is not in them. The wrong judge at a learning rate that is not the plain mean's best, since all
-    train at that one; for a cluster with other processors than this machine, or with ranks that share one; if losses
-    differ only after more steps than `steps`; and for warm-ups, which training includes and the predicted time does
-    not.
+    Always includes the plain mean, 16-bit wires and the choice of `sync="auto"`; with `own` exact hops, hops of 16 bits
+    and the choice of `fnddp.choose_owned`. Losses are simulated (`fnddp.simulate_training`). Times are predicted
+    (`Plan.predict`) from forward, backward and each segment, measured here on one rank's batch, without the optimizer.
+    The wrong choice at a learning rate that is not the plain mean's best, as all train at it; for a cluster with other
+    processors or shared ones; if losses differ only later; and for warm-ups, which no predicted time includes.
 
     Args:
         problem: The model, batches and loss.
@@ -498,15 +494,15 @@ def tune(
         link: The connection of the ranks.
         ranks: Number of virtual ranks.
         steps: Number of training steps.
-        seeds: Seeds of the initial parameters and batches: each pipeline is trained once with each of them.
-        within: Largest excess of a loss over the plain mean's that is good enough: in units of the loss, such as 0.01
-            nats, or, as text, relative to the plain mean's, such as "1%".
-        bucket_cap_mb: MiB of gradients whose payloads travel together; hops of owners have the default of `own`.
+        seeds: Seeds of the initial parameters and batches; each pipeline is trained once with each seed.
+        within: Largest excess over the plain mean's loss that is good enough: in units of the loss, such as 0.01 nats,
+            or, as text, relative to that loss, such as "1%".
+        bucket_cap_mb: MiB of gradients whose payloads are joined; hops of owners have the default of `own`.
         threads: Number of threads of a rank, while it is timed.
         among: The pipelines that may win; None for all.
-        tell: Callback before each timing of a pipeline and before each training step, called with what comes next, the
-            number of timings or steps that are done, and their total.
-        found: Callback after each seed, with what is known by then, and the number of seeds.
+        tell: Callback before each timing and each training step: a description, the number of timings or steps done,
+            and their total.
+        found: Callback after each seed: the findings so far, and the number of seeds.
 
     Raises:
         TypeError: `fnddp.own` does not take a hop or an optimizer.

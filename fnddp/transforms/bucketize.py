@@ -17,14 +17,14 @@ from fnddp.transforms.powersgd import powersgd
 
 @transform
 class bucketize(Sync):
-    """Lay out leaves of one dtype and device in flat one-dimensional buffers, and exchange those.
+    """Lay out leaves of one dtype and device in flat one-dimensional buffers, and exchange the buffers.
 
-    Buckets are filled in the reverse order of paths, which is about that in which backward produces gradients and the
-    same on all ranks, and closed once they hold the cap, as torch's DDP does. A bucket is named by its first and last
-    leaf, so inner state is keyed by leaf paths. The wrong choice around `powersgd`, which needs matrices: put it
-    inside, `powersgd(bucketize(...))`.
+    Buckets are filled in the reverse order of paths, which is the same on all ranks and close to the order of backward.
+    A bucket is closed once it holds the cap, as in torch's DDP. Its name is that of its first and last leaf, so inner
+    state is keyed by leaf paths. The wrong choice around `powersgd`, which needs matrices: write
+    `powersgd(bucketize(...))`.
 
-    The caps set what the inner pipeline sees, such as a codec's blocks; plans join messages in buckets of their own
+    The caps set the input of the inner pipeline, such as a codec's blocks; plans join messages in buckets of their own
     (`bucket_cap_mb`).
 
     Args:
@@ -86,8 +86,8 @@ class bucketize(Sync):
 class squared(Sync):
     """Lay every leaf out as one square matrix, padded with zeros at its end.
 
-    `batched_powersgd` puts this between flat buckets and PowerSGD. The wrong choice for leaves that are matrices
-    already: rows and columns lose their meaning, and with it their low rank.
+    `batched_powersgd` puts this between flat buckets and PowerSGD. The wrong choice for leaves that are already
+    matrices: rows and columns are mixed, and their low rank is lost.
 
     Args:
         inner: The pipeline of the `[side, side]` matrices, side = ceil(sqrt(elements)).
@@ -138,13 +138,13 @@ def batched_powersgd(
 ) -> Sync:
     """Return `powersgd` of each flattened bucket as one square matrix: torch's `batched_powerSGD_hook`.
 
-    Faster than `powersgd` (two products a bucket), usually much less accurate: bucketing destroys the row and column
-    structure that low rank lives on. Consider `powersgd` first, and this only where rank 1 is good enough.
+    Faster than `powersgd` (two products a bucket), usually much less accurate, because bucketing destroys the low-rank
+    structure of rows and columns. Try `powersgd` first, and this only where rank 1 is good enough.
 
     Args:
         inner: The pipeline of the factors.
-        rank: Columns of P and Q.
-        cap_mb, first_cap_mb: Bucket sizes in MiB, see `bucketize`.
+        rank: Number of columns of P and Q.
+        cap_mb, first_cap_mb: See `bucketize`.
         warm_start, orthogonalization, epsilon, seed: See `powersgd`.
 
     >>> from fnddp import allreduce

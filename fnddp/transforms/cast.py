@@ -36,20 +36,19 @@ class cast(Carrying):
     """Send floating-point leaves in another dtype.
 
     `fp16(powersgd(allreduce))` casts gradients and compresses the result; `powersgd(fp16(allreduce))` compresses in
-    full precision and casts only the factors. The wrong choice where the gradients' range does not fit the dtype: a
-    value beyond it becomes infinite, and the mean of its element with it, on every rank; under `error_feedback` its
-    residual is NaN from then on. `check=True` raises instead. Complex leaves are cast as pairs of real numbers. Integer
-    and bool leaves pass through.
+    full precision and casts only the factors. The wrong choice where gradients exceed the range of the dtype: such a
+    value becomes infinite, and so does its mean on every rank; in `error_feedback` its residual is NaN from then on.
+    `check=True` raises instead. Complex leaves are cast as pairs of real numbers. Integer and bool leaves are not cast.
 
     Args:
         dtype: torch.float16, bfloat16, float32 or float64, or its name ("bfloat16").
-        check: After each exchange, raise a FloatingPointError, on all ranks, that names the leaves of the mean that are
-            not finite. It reads values, so it cannot be traced: for debugging.
-        rounding: "nearest" (ties to even), or "stochastic", to float16 and bfloat16: to one of the two numbers around
-            an element, so that the expected one is the element (of float64, to float32 first). Around a carrier, which
-            adds in float32, means are unbiased; an `allreduce` still rounds its own sums to the nearest. Ranks draw
-            different numbers, but for those that do the same exchange over other groups.
-        seed: Of the random numbers.
+        check: After each exchange, raise a FloatingPointError on all ranks if the mean has NaN or infinite values; it
+            names the leaves. For debugging: it reads values, so it cannot be traced.
+        rounding: "nearest" (ties to even), or, for float16 and bfloat16, "stochastic": to one of the two neighbours of
+            an element, so that its expectation is the element (of float64, after rounding to float32). Around a
+            carrier, which adds in float32, means are then unbiased; an `allreduce` still rounds its own sums to
+            nearest. Ranks draw different numbers, except those that do the same exchange over other groups.
+        seed: Seed of stochastic rounding.
 
     >>> from fnddp import allreduce
     >>> cast(allreduce, torch.float64), cast(allreduce, "bfloat16")
@@ -178,7 +177,7 @@ def fp16(inner: Sync, *, check: bool = False) -> Sync: ...
 def fp16(inner: Sync, *, check: bool = False) -> Sync:
     """Return `cast(inner, torch.float16)`: half the bytes, 11 bits of precision, range 6e-8 to 65504.
 
-    The wrong choice when gradients leave that range.
+    The wrong choice when gradients leave that range. `check` is that of `cast`.
 
     >>> from fnddp import allreduce
     >>> fp16(allreduce)({"w": torch.tensor([1.0, 1 / 3])}, ())[0]
@@ -194,7 +193,8 @@ def bf16(inner: Sync, *, check: bool = False) -> Sync: ...
 def bf16(inner: Sync, *, check: bool = False) -> Sync:
     """Return `cast(inner, torch.bfloat16)`: half the bytes, 8 bits of precision, the range of float32.
 
-    The wrong choice for large world sizes without error feedback: the wire's sum is rounded to 8 bits too.
+    The wrong choice for large world sizes without error feedback, because sums are rounded to 8 bits as well. `check`
+    is that of `cast`.
 
     >>> from fnddp import allreduce
     >>> bf16(allreduce)({"w": torch.tensor([1.0, 1e30])}, ())[0]

@@ -41,40 +41,40 @@ class PowerSGDState(NamedTuple):
 class powersgd(Sync):
     """Send each matrix M as two thin ones, P = M Q and Q = M^T P_hat (P_hat: a basis of mean P); return P_hat Q^T.
 
-    A leaf of shape `[n, ...]` is the matrix `[n, m]`; it costs (n + m) * rank elements instead of n * m. Leaves that
-    are vectors, scalars or integers, or that would not shrink by more than `min_compression_rate`, travel whole, with
-    P in the first of the two rounds. The output is exact where the mean gradient's rank is at most `rank` (with warm
-    start, after a step or two). It is biased: wrap it in `error_feedback`. The wrong choice on fast links (above
-    about 8 Gbit/s a 16-bit cast is hard to beat), and for layers whose gradients are not low-rank.
+    A leaf of shape `[n, ...]` is the matrix `[n, m]`; it costs (n + m) * rank elements instead of n * m. Vectors,
+    scalars, integers, and leaves that would not shrink by more than `min_compression_rate` are sent whole, with P in
+    the first of the two rounds. The output is exact where the mean gradient's rank is at most `rank` (after a step or
+    two). It is biased: wrap it in `error_feedback`. The wrong choice on fast links (above about 8 Gbit/s a 16-bit cast
+    is hard to beat), and for layers whose gradients are not low-rank.
 
-    The factors travel in the dtype of the gradients; half-precision ones are computed in float32. Zero gradients, zero
-    columns and ranks above the matrix's never give NaN.
+    Factors have the dtype of the gradients; half-precision ones are computed in float32. Zero gradients, zero columns
+    and ranks above the matrix's never give NaN.
 
     Args:
         inner: The pipeline that sends P, Q and uncompressed leaves; `powersgd(fp16(allreduce))` rounds all of these. It
             runs twice in an exchange, or once with `alternate` and in exchanges of `refresh`.
-        rank: Columns of P and Q; higher approximates better and costs more. At most min(n, m) is used.
-        warm_start: Use the last Q as the next query (one step of a power iteration per exchange). Without it a fresh
-            random query is drawn each step: worse, but needs no state.
+        rank: Number of columns of P and Q, at most min(n, m). More approximate better and cost more.
+        warm_start: Use the last Q as the next query (one step of a power iteration for each exchange). Without it a
+            random query is drawn in each step: worse, but without state.
         min_compression_rate: Compress only if n * m > (n + m) * rank * min_compression_rate. 0 compresses all matrices.
         orthogonalization: "cholesky", for all leaves at once in a few operations whatever their shapes; or, leaf by
-            leaf, "qr" or "gram_schmidt". They span the same columns up to rounding, but where columns are linearly
+            leaf, "qr" or "gram_schmidt". They span the same columns up to rounding, except where columns are linearly
             dependent: "qr" completes the basis arbitrarily, the others drop them.
-        epsilon: Relative norm at or below which a column is taken for linearly dependent and dropped.
+        epsilon: Relative norm at or below which a column counts as linearly dependent and is dropped.
         seed: Seed of the random queries; must be the same on all ranks.
         alternate: Send P in even exchanges and Q in odd ones, each along the basis of the other's last mean: one round
-            and half the bytes an exchange, and a worse approximation (ACP-SGD). Only use it inside `error_feedback`.
+            and half the bytes for each exchange, and a worse approximation (ACP-SGD). Only use it inside
+            `error_feedback`.
         refresh: Send whole gradients in every `refresh`-th exchange, from the first on, and set queries to the leading
-            right singular vectors of their mean (PowerSGD+); 0: never. Warm queries alone can miss a direction
-            forever, with error feedback too; see `docs/memory.md`. Costs 1 / refresh of what `inner` alone sends.
+            right singular vectors of their mean (PowerSGD+); 0: never. Warm queries alone can miss a direction forever,
+            also with error feedback; see `docs/memory.md`. Costs 1 / refresh of the bytes of `inner` alone.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, Algorithm 1 (with Algorithm 2: `error_feedback` around it).
     Deviations: queries are scaled to unit columns, which changes no output but keeps P in the range of the gradients
-    (fp16 wires), and a zero column keeps its old query; Q and queries are kept and sent transposed, as both products
+    (fp16 wires), and a zero column keeps its old query; Q and queries are stored and sent transposed, as both products
     read them. `alternate`: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep
     Learning", ICDCS 2023, as ACP-SGD. `refresh`: after the idea of Xie, Chen and Yuan, "PowerSGD+", arXiv 2509.11254,
-    with subspace iterations in place of an SVD. torch's `powerSGD_hook` is `warmup(error_feedback(powersgd(allreduce,
-    rank=1)), steps=1000)`.
+    with subspace iterations in place of an SVD.
 
     >>> from fnddp import allreduce
     >>> sync = powersgd(allreduce, rank=2)

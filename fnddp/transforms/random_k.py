@@ -70,19 +70,20 @@ def _is_drawn_from(leaf: Tensor) -> bool:
 class random_k(Drawn):
     """Send k elements of each leaf, drawn anew in each step, and zeros for all others.
 
-    All ranks draw from one seed, so no indices travel and the payloads add: it wraps any pipeline. It is a contraction
-    by 1 - k / n in expectation: wrap it in `error_feedback`. The wrong choice for gradients with few large elements,
-    which `topk` finds; and where drawing (a hash of each element, and the largest k of them) costs more than it saves:
-    `random_block` draws one number for each leaf.
+    All ranks draw from one seed, so they send no indices, their payloads add, and it wraps any pipeline. It is a
+    contraction by 1 - k / n in expectation: wrap it in `error_feedback`. The wrong choice for gradients with few large
+    elements, which `topk` finds; and where drawing (a hash of each element, and the largest k of them) costs more than
+    it saves: `random_block` draws one number for each leaf.
 
-    An element that is not finite shows in the mean only once it is drawn. Integer leaves travel whole.
+    A NaN or infinite element shows in the mean only once it is drawn. Integer leaves are sent whole.
 
     Args:
         inner: The pipeline of the drawn elements, a flat leaf of k.
-        ratio: The fraction of elements to send, in (0, 1], at least one; or
-        k: how many elements to send of each leaf. Exactly one of both.
+        ratio: The fraction of elements to send, in (0, 1], at least one element. Give either `ratio` or `k`.
+        k: Number of elements to send of each leaf.
         unbiased: Multiply by n / k, so that the expected mean is the mean; the variance is n / k - 1 times the square.
             Wrong with memory, whose residual then grows by n / k - 1 in each step.
+        seed: Seed of the draws, the same on all ranks.
 
     Source: Stich et al., "Sparsified SGD with memory", NeurIPS 2018, definition 2.1 (rand-k).
 
@@ -111,15 +112,15 @@ class random_k(Drawn):
 class random_block(Drawn):
     """Send one run of neighbouring elements of each leaf, drawn anew in each step, and zeros for all others.
 
-    At the end of a leaf the run continues at its front, so that all elements are equally likely to be sent. Use it like
-    `random_k`. It is the cheapest of all compressors, a copy. The wrong choice where neighbours are much alike
-    (rows of an embedding), and for gradients with few large elements.
+    A run that reaches the end of a leaf continues at its front, so that all elements are equally likely to be sent. Use
+    it like `random_k`. It is the cheapest compressor: a copy. The wrong choice where neighbours are much alike (rows of
+    an embedding), and for gradients with few large elements.
 
     Args:
         inner: The pipeline of the run, a flat leaf.
-        ratio: The fraction of elements to send, in (0, 1], at least one; or
-        block: how many elements to send of each leaf. Exactly one of both.
-        unbiased: See `random_k`.
+        ratio: The fraction of elements to send, in (0, 1], at least one element. Give either `ratio` or `block`.
+        block: Number of elements to send of each leaf.
+        unbiased, seed: See `random_k`.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, section 4.1 (random block).
 

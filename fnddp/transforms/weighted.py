@@ -18,16 +18,15 @@ T = TypeVar("T")
 
 @transform
 class weighted(Sync):
-    """Weight each rank's gradients in the mean, by the number of its samples or tokens in this step.
+    """Weight each rank's gradients in the mean by the number of its samples or tokens in this step.
 
-    With n ranks, weights w and their sum W, a rank's gradients are multiplied by n w / W, and synchronized by `inner`.
-    W is an all_reduce of 8 bytes. Each step must be given a weight: `sync(grads, state, weight=tokens)`, or
-    `with model.weight(tokens): loss.backward()`. A weight of 0 is allowed, but not on all ranks; the gradient may be
-    NaN then. The wrong choice where all ranks have the same number: it costs a message and a pass over the gradients.
+    With n ranks, weights w and their sum W, a rank's gradients are multiplied by n w / W and synchronized by `inner`.
+    The sum W costs an all_reduce of 8 bytes. Each step needs a weight: `sync(grads, state, weight=tokens)`, or `with
+    model.weight(tokens): loss.backward()`. A weight of 0 is allowed, but not on all ranks; the gradient may then be
+    NaN. The wrong choice where all ranks have the same number: it costs a message and a pass over the gradients.
 
-    It must be the outermost transform. A residual inside it holds losses of gradients that were weighted already; it is
-    sent unscaled in the next step, also with a weight of 0. Gradients in float16 may overflow: they are up to n times
-    as large.
+    It must be the outermost transform. A residual inside is that of weighted gradients and is sent unscaled in the next
+    step, also with a weight of 0. Gradients in float16 may overflow: they grow up to n times.
 
     Args:
         inner: A pipeline that takes a mean over one process group.

@@ -1,12 +1,13 @@
 """Process groups, and the simulated or planned worlds in their place."""
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from fnddp import torch_private
 from fnddp.wire.protocol import Wire
 from fnddp.wire.simulated import SimulatedRanks
+
+_log = logging.getLogger("fnddp")
 
 DEFAULT_GROUP = "default"
 """The name of the default group in a graph that is traced."""
@@ -150,7 +153,10 @@ def live_size(group: str | None) -> int:
     if dist.is_initialized():
         if torch.compiler.is_compiling():  # Dynamo cannot trace the lookup of a group by its name
             return torch_private.group_size(live_name(group))
-        return live_group(group).size()
+        size = live_group(group).size()
+        if group is None:
+            warn_of_lone_ranks(size)
+        return size
     if group is not None:
         raise RuntimeError(f"process group {group!r} is named, but torch.distributed is not initialized")
     require_alone()
@@ -167,6 +173,17 @@ def require_alone() -> None:
                 f"({variable}={launched}), so nothing would be synchronized; call "
                 f"torch.distributed.init_process_group() first, or unset {variable} to train alone"
             )
+
+
+@cache
+def warn_of_lone_ranks(size: int) -> None:
+    """Log once on each rank that the default group has `size` ranks if WORLD_SIZE says that more were started."""
+    launched = os.environ.get("WORLD_SIZE", "")
+    if launched.isdecimal() and int(launched) > size:
+        _log.warning(
+            f"WORLD_SIZE={launched}, but the default process group has {size}: gradients of the others are left out; "
+            "under torchrun, call torch.distributed.init_process_group() without rank, world_size and store"
+        )
 
 
 def is_slurm_shell() -> bool:

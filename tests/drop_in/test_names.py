@@ -66,7 +66,7 @@ def test_arguments_are_torchs_and_three_more():
     new = [name for name, *_ in theirs if name not in known]
     assert not new, (
         f"torch {torch.__version__}: its DistributedDataParallel takes {new} too; let that of fnddp take them at the "
-        "same places, keep them as attributes, and say in docs/ddp.md what they do there and here"
+        "same places, keep them as attributes, and say in docs/ddp-reference.md what they do there and here"
     )
     if "forward_sync_buffers" not in OF_TORCH:  # the default of its older name was True
         theirs = [(name, None if name == "broadcast_buffers" else default, kind) for name, default, kind in theirs]

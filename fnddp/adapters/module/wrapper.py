@@ -47,54 +47,39 @@ _PREFIX, _SYNC_PREFIX, _PIPELINE = "module.", "sync_state.", "pipeline"
 class DistributedDataParallel(TorchNames):
     """Wrap a module to synchronize its gradients with any pipeline, in place of torch's class of this name.
 
-    Gradients are taken as backward makes them, and the pipeline's collectives run behind the rest of it.
-    Nothing can hang because a parameter is unused: what does not arrive on a rank counts as zero there, and what
-    arrives on no rank keeps its gradient, usually None. Where the pipeline has no update in a step (`every`), `.grad`
-    is None, too.
+    Collectives run during backward, as gradients arrive. An unused parameter never makes a step hang: on a rank without
+    a gradient for it, it counts as zero, and where no rank has one, its `.grad` stays as it is, usually None. In a step
+    without an update (`every`) `.grad` is None as well.
 
-    As with torch's class, only gradients that a backward accumulates in the wrapped parameters are synchronized: what
-    `torch.autograd.grad` and `torch.func` return is this rank's own. The wrong choice in a functional loop: there is
-    `value_and_grad`.
+    As with torch's class, only gradients that a backward accumulates in the wrapped parameters are synchronized:
+    `torch.autograd.grad` and `torch.func` return this rank's own. In a functional loop use `value_and_grad`.
 
-    It counts as an instance of torch's class (`isinstance`) and takes the same arguments, by position too. All ranks
-    must construct it. An error in one rank's backward ends the step on all: the others raise `StepFailedError` when
-    that rank uses the module again, or `CollectiveError` when it ends or times out. Other ranks do not notice an error
-    before a gradient has reached the module's output (in forward, or in the loss): the step has not begun there.
+    `isinstance` of torch's class holds. Its other arguments are accepted without effect: unused parameters are always
+    found, and the plan orders copies and collectives. All ranks must construct it. If one rank's backward raises, the
+    step ends on all: the others raise `StepFailedError` when that rank uses the module again, or `CollectiveError` when
+    it ends or times out. Other ranks do not notice an error in forward or in the loss, before any gradient.
 
     Args:
-        module: What to wrap. Its parameters and buffers are made equal to the first rank's.
-        device_ids: At most one GPU, which inputs are moved to; None to leave them where they are.
-        output_device: Accepted as torch does; outputs stay where the module makes them.
-        dim: Dimension of `scatter` and `gather`.
-        broadcast_buffers: torch's old name of `forward_sync_buffers`, which if False skips the first time as well.
-        init_sync: True to verify and broadcast parameters and buffers now. If not, they must be equal.
-        process_group: The group of reducers that name none; None for the default one.
-        bucket_cap_mb: Size of a bucket of gradients in MiB; None for 25, and 1 for the first one.
-        check_reduction: Does nothing, as in torch.
-        static_graph: A promise that every step uses the same parameters. It is checked, and needless.
-        find_unused_parameters, gradient_as_bucket_view, batched_grad_copy: Needless: unused parameters are always
-            found, and copies are part of the plan.
-        lazy_bucket_allocation: Needless: accepted as torch 2.15 does, with any torch.
-        delay_all_reduce_named_params, param_to_hook_all_reduce: Needless: the plan orders collectives.
-        mixed_precision: torch's `_MixedPrecision`: forward and backward run in `param_dtype` and gradients are those
-            of the full-precision parameters. A plain mean travels in `reduce_dtype`; a pipeline chooses its own.
-            Activation checkpointing within it fails; use torch.autocast.
-        device_mesh: Instead of `process_group`: a mesh of one dimension.
-        skip_all_reduce_unused_params: A promise that the parameters that no rank uses in the first step are never used.
-            They are not sent any more; a broken promise is an error on all ranks.
-        bucket_cap_mb_list: Sizes of the first buckets in the order of arrival, the last one that of all others too.
-        forward_sync_buffers: Make buffers equal to the first rank's before forward; None for True.
-        sync: The pipeline, or its text. "auto" measures, in about a second, the link between these ranks and what
-            encoding costs here, and takes what `fnddp.choose` does: the fastest pipeline that no loss shows, or the
-            plain mean. One line of the log says which, and why. A checkpoint that is loaded keeps its own. See
+        module: The module. Its parameters and buffers are made equal to the first rank's.
+        device_ids, output_device, dim, process_group, device_mesh: As in torch's class, but outputs stay where the
+            module makes them, and a mesh has one dimension.
+        init_sync: True to verify and broadcast parameters and buffers now. Otherwise they must be equal.
+        forward_sync_buffers: Make buffers equal to the first rank's before forward; None for True. torch's old name is
+            `broadcast_buffers`, and False by that name also skips the first time.
+        bucket_cap_mb, bucket_cap_mb_list: Size of a bucket of gradients in MiB, or sizes of the first buckets, in order
+            of arrival; the last one is that of all others. None for 25, and 1 for the first.
+        skip_all_reduce_unused_params: Promise that parameters that no rank uses in the first step are never used. They
+            are not sent again; a broken promise is an error on all ranks.
+        mixed_precision: torch's `_MixedPrecision`: forward and backward run in `param_dtype`, gradients are those of
+            the full-precision parameters. The plain mean is sent in `reduce_dtype`; other pipelines choose their own.
+            Activation checkpointing fails within it; use torch.autocast.
+        sync: The pipeline, or its text. "auto" measures the link between these ranks and the cost of encoding, for
+            about a second, takes the same pipeline as `fnddp.choose`, and logs it. A checkpoint keeps its own. See
             docs/which-pipeline.md.
-        wire: Moves gradients between ranks; torch.distributed by default. Another one must know the group of the
-            pipeline. Buffers, and `join`, use torch.distributed in any case.
-        backend: Runs the computation between collectives: None for Python, or "inductor"; see
-            `docs/functional.md`. A pipeline that cannot be lowered is then an error.
-
-    Attributes:
-        module: The wrapped module.
+        wire: Moves gradients between ranks; torch.distributed by default. It must know the pipeline's group. Buffers
+            and `join` always use torch.distributed.
+        backend: Runs the computation between collectives: None for Python, or "inductor" (docs/functional.md). A
+            pipeline that cannot be lowered is then an error.
 
     Raises:
         RankMismatchError: On all ranks, if they disagree about the pipeline or the parameters.
