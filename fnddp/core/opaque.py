@@ -25,7 +25,8 @@ def for_compiler(enabled: bool = True) -> Generator[None]:
         _is_for_compiler.reset(token)
 
 
-def _is_compiled() -> bool:
+def is_compiled() -> bool:
+    """Return whether a compiler will see the operations that run now."""
     return torch.compiler.is_compiling() or _is_for_compiler.get()
 
 
@@ -40,7 +41,7 @@ def shortened(x: Tensor, n: int) -> Tensor:
     """
     if n == x.shape[-1]:
         return x
-    return SHORTENED(x, n) if _is_compiled() else x[..., :n]
+    return SHORTENED(x, n) if is_compiled() else x[..., :n]
 
 
 def rounded(x: Tensor, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
@@ -51,7 +52,7 @@ def rounded(x: Tensor, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
     >>> rounded(torch.tensor(1 / 3), torch.bfloat16)
     tensor(0.3340, dtype=torch.bfloat16)
     """
-    return ROUNDED(x, dtype) if x.dtype != dtype and _is_compiled() else x.to(dtype, copy=copy)
+    return ROUNDED(x, dtype) if x.dtype != dtype and is_compiled() else x.to(dtype, copy=copy)
 
 
 def product(x: Tensor, factor: int) -> Tensor:
@@ -62,7 +63,7 @@ def product(x: Tensor, factor: int) -> Tensor:
     >>> product(torch.tensor([1 << 30, 3], dtype=torch.int32), 5)
     tensor([1073741824,         15], dtype=torch.int32)
     """
-    if x.dtype == torch.int32 and _is_compiled():
+    if x.dtype == torch.int32 and is_compiled():
         return (x.to(torch.int64) * factor).to(torch.int32)
     return x * factor
 

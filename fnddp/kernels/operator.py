@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fnddp.core.opaque import is_compiled
 from fnddp.device import device_of
 from fnddp.torch_private import without_modes
 
@@ -16,8 +17,11 @@ KEYS = ("CUDA", "XPU")  # ROCm's devices have the key CUDA
 
 
 def takes_operators(x: Tensor) -> bool:
-    """Return whether codecs are single operators for tensors like `x`: on accelerators, where each launch costs."""
-    return device_of(x.device).is_asynchronous
+    """Return whether codecs are single operators for tensors like `x`: on accelerators, where each launch costs.
+
+    Not for compilers, which make a kernel of several operations themselves.
+    """
+    return not is_compiled() and device_of(x.device).is_asynchronous
 
 
 class KernelOr:

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives, layout, tree
-from fnddp.core.codec import Carrier, Carrying, Encoded, Key, Layers, encode, wide
+from fnddp.core.codec import Carrier, Carrying, Layers, wide
 from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import rounded
 from fnddp.core.sync import Exchange, Local, State, Sync, all_in, groups_of, require_state, transform
+from fnddp.core.table import Cut, Hop, Table
 from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 from fnddp.reducers.all_reduce import none
 from fnddp.reducers.carriers import two_shot_mean
-from fnddp.reducers.halves import at_owners, of_owners, with_halves
+from fnddp.reducers.halves import with_halves
 
 MOST_PADDING = 1 / 16  # of a leaf's rows, for its shards to be matrices
 
@@ -198,7 +199,10 @@ class _Between(Carrier):
         group = group_name(self.group)
         n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
         rows = {path: _rows(leaf, n) for path, leaf in leaves.items()}  # [n, *shard]
-        mine, total, lengths = rows, Leaves(), Leaves()
+        wires = {path: layout.to_wire(x).reshape(n, -1) for path, x in rows.items()}
+        table = Table(n, {path: Cut(_size(leaves[path]), x.shape[1]) for path, x in wires.items()})
+        counts = table.counts(wires)
+        mine, total = rows, Leaves()
         if not layers:
             # Divided before the sum, so that what fits the dtype does not overflow.
             shard = total = collectives.reduce_scatter_leaves({path: x / ranks for path, x in rows.items()}, group)
@@ -206,14 +210,13 @@ class _Between(Carrier):
             sender = rank  # within the ranks that the groups connect: nodes draw different numbers
             for each in groups_of(self.inner):
                 sender = sender * collectives.world_size(each) + collectives.rank(each)
-            wires = {path: layout.to_wire(x).reshape(n, -1) for path, x in rows.items()}
-            lengths = {path: _lengths(leaves[path], x) for path, x in wires.items()}
-            first = {path: encode(layers, x, Key(path, sender), lengths[path]) for path, x in wires.items()}
-            sums = at_owners(first, {path: x[0] for path, x in wires.items()}, group)
-            mine = {path: _shaped(each.decode(each.payload), rows[path]) for path, each in first.items()}
-            for path, x in sums.items():  # a codec may have decoded padding to any values
-                is_padding = torch.arange(x.shape[0], device=x.device) >= lengths[path][rank]
-                total[path] = _shaped(torch.where(is_padding, 0, x / ranks), rows[path][0])
+            first = Hop.of(table, layers, wires, sender, counts)
+            mine = {path: _shaped(x, rows[path]) for path, x in first.split(first.decoded()).items()}
+            sums = {name: x.unsqueeze(0) for name, x in first.scatter(rank, group).items()}
+            for path, x in first.split(sums).items():
+                if (count := counts[path]) is not None:  # a codec may have decoded padding to any values
+                    x = torch.where(torch.arange(x.shape[1], device=x.device) < count[rank], x, 0)
+                total[path] = _shaped(x / ranks, rows[path][0])
             shard = {path: rounded(x, leaves[path].dtype) for path, x in total.items()}
         done = self.inner.exchange(shard, state)
         lost = {path: done.sent[path] - total[path] for path in leaves}
@@ -221,12 +224,13 @@ class _Between(Carrier):
             everyone = collectives.all_gather_leaves(done.mean, group)
         else:
             # All nodes have the same mean of a shard, and draw the same numbers for it.
-            second: dict[str, Encoded] = {}
-            for path, x in done.mean.items():
-                wire = layout.to_wire(x).reshape(1, -1)
-                second[path] = encode(layers, wire, Key(f"{path} again", rank), lengths[path][rank].unsqueeze(0))
-                lost[path] = lost[path] + _shaped(second[path].decode(second[path].payload), x) - x
-            everyone = {path: _shaped(x, rows[path]) for path, x in of_owners(second, group).items()}
+            own = {path: None if count is None else count[rank].unsqueeze(0) for path, count in counts.items()}
+            row = {path: layout.to_wire(x).reshape(1, -1) for path, x in done.mean.items()}
+            second = Hop.of(table, layers, row, rank, own, again=" again")
+            for path, x in second.split(second.decoded()).items():
+                lost[path] = lost[path] + _shaped(x, done.mean[path]) - done.mean[path]
+            gathered = second.split(second.gather(rank, group))
+            everyone = {path: _shaped(x, rows[path]) for path, x in gathered.items()}
         mean, sent = Leaves(), Leaves()
         for path, leaf in leaves.items():
             owners = torch.arange(n, device=leaf.device).view(-1, *[1] * shard[path].ndim)
@@ -238,11 +242,8 @@ class _Between(Carrier):
         raise AssertionError("shards have the shapes of leaves")
 
 
-def _lengths(leaf: Tensor, wire: Tensor) -> Tensor:
-    """Return how many numbers of each row of `wire`, `[n, width]`, are elements of `leaf`: `[n, 1]`."""
-    n, width = wire.shape
-    size = leaf.numel() * (2 if leaf.is_complex() else 1)
-    return (size - width * torch.arange(n, device=leaf.device)).clamp(0, width).unsqueeze(1)
+def _size(leaf: Tensor) -> int:
+    return leaf.numel() * (2 if leaf.is_complex() else 1)
 
 
 def _shaped(wire: Tensor, like: Tensor) -> Tensor:
