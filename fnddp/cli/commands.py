@@ -393,7 +393,8 @@ def doctor(
     """Check what is installed, ranks and their links.
 
     Checks versions, starts ranks on this machine (or uses those of torchrun, SLURM or MPI), compares versions and the
-    bits of means between them, measures their links, and predicts a step of the model with several pipelines. Prints whether compression can pay here, and exits with 1 if ranks disagree.
+    bits of means between them, measures their links, and predicts a step of the model with several pipelines. Prints
+    whether compression can pay here, and exits with 1 if ranks disagree.
     """
     from fnddp.cli import checks, examination, launch, terminal
 
