@@ -132,6 +132,13 @@ def test_commands_of_pages_are_for_any_user() -> None:
     assert [page for page in PAGES if any("sudo" in block.text for block in fenced(page.read_text()))] == []
 
 
+def test_first_blocks_fit_eighty_columns() -> None:
+    """Of the pages that users begin with: wider ones are cut in a window of 1280 pixels."""
+    for name in ("README.md", *(f"docs/{page}.md" for page in ("index", "quickstart", "ddp", "fsdp", "owners"))):
+        first = next(block for block in fenced((ROOT / name).read_text()) if block.language == "python")
+        assert max(map(len, first.text.splitlines())) <= 80, name
+
+
 def test_one_line_installs_it() -> None:
     pages = [PAGES[0], ROOT / "docs" / "index.md", ROOT / "docs" / "quickstart.md"]
     (line,) = {line for page in pages for line in page.read_text().splitlines() if line.startswith("git clone URL")}

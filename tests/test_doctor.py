@@ -32,7 +32,7 @@ SAID = (
     "installed: python ",
     "ranks: 2, started ",
     "ok: versions and devices are the same on all ranks",
-    "ok: means are equal on all ranks, to the bit: allreduce, bf16(two_shot)",
+    "ok: means are equal on all ranks, bit for bit: allreduce, bf16(two_shot)",
     "link between all ranks: ",
     " ns/B)",
     ' here: sync="auto" ',

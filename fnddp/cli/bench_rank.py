@@ -1,4 +1,4 @@
-"""A benchmark: its configuration, what ranks do (run all arms in turn, and time every step), and its results."""
+"""A benchmark: its configuration, the work of ranks (run all arms in turn, and time every step), and its results."""
 
 import os
 import platform
@@ -260,8 +260,8 @@ def _functional(setup: Setup, module: nn.Module, loss: Loss, batch: Batch, sync:
 def profiled(arm: Arm) -> dict[str, float]:
     """Return milliseconds that a step of `arm` spends in each of PARTS, and the number of its operations: medians.
 
-    The time of a part excludes parts nested in it. "hooks" is what autograd does with a gradient that is complete, with
-    all hooks on the parameter, torch's reducer too. What a wrapper does around a step is in no part.
+    The time of a part excludes parts nested in it. "hooks" is autograd's time for complete gradients, with all hooks on
+    parameters, also those of torch's reducer. The work of a wrapper around a step is in no part.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 prints that a profile starts, and ends
     steps = [_step(arm) for _ in range(STEPS)]

@@ -90,7 +90,7 @@ def _profile_table(run: Run) -> Grid:
         spent = (f"{times.profile[part]:.2f}" for part in PARTS)
         rows.append((name, *spent, f"{times.profile[OPERATIONS]:,.0f}"))
     legend = {
-        "hooks": "what autograd does with a parameter's gradient, with all hooks: torch's reducer, too",
+        "hooks": "autograd's work for a parameter's gradient, with all hooks, also of torch's reducer",
         OPERATIONS: "of aten in a whole step, nested ones counted",
     }
     note = "ms of the host in a step of rank 0, each part without those within it; the profiler itself costs some."

@@ -1,4 +1,4 @@
-"""The commands: their options, and what they call, in order. Nothing here imports torch before it is called."""
+"""The commands: their options, and their calls, in order. Nothing here imports torch before it is called."""
 
 import json
 from pathlib import Path
@@ -106,7 +106,7 @@ def plan(
 
     Lowers each pipeline for a model and any number of ranks, and compares bytes, collectives, memory and the time of
     communication, computed for each link (latency and bandwidth of a ring). Nothing is run, and no cluster is needed.
-    The pipeline "auto" is what sync="auto" takes there, beside the plain mean.
+    The pipeline "auto" is the choice of sync="auto" there, shown with the plain mean.
     """
     from fnddp.cli import checks, models, plan_report, terminal
     from fnddp.reducers.all_reduce import allreduce
@@ -201,7 +201,7 @@ def bench(
 
     Runs real training steps (forward, loss, backward with synchronization), one arm after the other in each round, on
     ranks that it starts on this machine (or on those of torchrun, SLURM or MPI): each pipeline, and each peer. Compares
-    within rounds. The pipeline "auto" is what sync="auto" takes there. With --link every rank gets a network of its
+    within rounds. The pipeline "auto" is the choice of sync="auto" there. With --link every rank gets a network of its
     own, joined by links of that rate (Linux, root). Writes ratios.png and results.json.
     """
     from fnddp.cli import bench_codecs, bench_rank, bench_report, checks, launch, picture
@@ -251,8 +251,8 @@ def run(
     """Run a training script of your own over a slow link.
 
     Starts the script once for each rank, with the variables of torchrun. Each rank has a network of its own on this
-    machine, with a link of that rate to the others (Linux, root). Says at the end how long it took, and what each rank
-    has sent over its link.
+    machine, with a link of that rate to the others (Linux, root). Prints at the end the time, and the
+    bytes that each rank has sent over its link.
     """
     from time import perf_counter
 
@@ -392,9 +392,9 @@ def doctor(
 ) -> int:
     """Check what is installed, ranks and their links.
 
-    Looks at versions, starts ranks on this machine (or uses those of torchrun, SLURM or MPI), compares what they have,
-    checks that they compute the same means to the bit, measures the links between them, and predicts a step of the
-    model with several pipelines. Prints what can pay here, and exits with 1 if ranks disagree.
+    Checks versions, starts ranks on this machine (or uses those of torchrun, SLURM or MPI), compares versions and the
+    bits of means between them, measures their links, and predicts a step of the model with several pipelines. Prints
+    whether compression can pay here, and exits with 1 if ranks disagree.
     """
     from fnddp.cli import checks, examination, launch, terminal
 

@@ -120,7 +120,7 @@ def _groups(hosts: list[str]) -> Iterator[tuple[str, Any]]:
 def predicted(link: Link, model: str, device: str) -> Generator[Stage, None, tuple[list[Outcome], Compute, str]]:
     """Time backward and codecs, on all ranks at once (they share cores and caches), and predict steps on `link`.
 
-    The last part of the result is what `sync="auto"` takes there.
+    The last part of the result is the choice of `sync="auto"` there.
     """
     costs: list[Outcome] = []
     yield Stage("timing backward")
@@ -171,7 +171,7 @@ def lines(findings: Findings, of: Ranks) -> list[str]:
     started = "started here" if of.at is None else f"started by {of.at.launcher}"
     backend = device_of(torch.device(of.device)).backend
     same = "ok: versions and devices are the same on all ranks"
-    equal = f"ok: means are equal on all ranks, to the bit: {', '.join(PROBES)}"
+    equal = f"ok: means are equal on all ranks, bit for bit: {', '.join(PROBES)}"
     unequal = f"PROBLEM: means are not equal on all ranks: {', '.join(findings.unequal)}"
     return [
         f"ranks: {len(findings.hosts)}, {started}, on {', '.join(dict.fromkeys(findings.hosts))}; {backend}",
@@ -208,7 +208,7 @@ def table(findings: Findings, model: str) -> Grid:
 
 
 def verdict(findings: Findings) -> str:
-    """Return what `sync="auto"` takes here and what that is worth, and what is faster at some loss."""
+    """Return the choice of `sync="auto"` here and its gain, and faster pipelines at some loss."""
     by_text = {each.pipeline: each for each in findings.costs}
     plain, auto = by_text[MEAN], by_text[findings.chosen]
     best = min(findings.costs, key=lambda each: each.seconds)

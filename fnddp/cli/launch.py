@@ -98,7 +98,7 @@ def fresh() -> SpawnContext:
 def _run_rank(
     rank: int, n: int, file: str, pipe: Connection, host: Host | None, device: str, imports: Sequence[str], job: bytes
 ) -> None:
-    """Run the work, send what it yields and its outcome to the parent, and exit."""
+    """Run the work, send its events and its outcome to the parent, and exit."""
     try:
         for name in imports:  # first: the arguments may hold what they define
             models.imported(name)

@@ -92,7 +92,7 @@ def reporting_errors(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _check_syntax(options: Mapping[str, object]) -> None:
-    """Raise a WrongArgument for what cannot be a pipeline, before torch is imported, which takes seconds."""
+    """Raise a WrongArgument for a text that is no pipeline, before torch is imported for seconds."""
     from fnddp.core.syntax import expression_of
 
     for name in ("pipeline", "pipelines", "gradients", "weights"):
@@ -106,7 +106,7 @@ settings = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(callback=fnddp, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=settings)
 for command in (demo, plan, bench, tune, trace, doctor):
     app.command()(reporting_errors(command))
-# What is behind the script's name is for the script.
+# Arguments after the script's name are for the script.
 app.command(context_settings={"allow_interspersed_args": False})(reporting_errors(run))
 app.command()(completion)
 

@@ -30,7 +30,7 @@ CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 class NetworkError(Failure, RuntimeError):
-    """Hosts cannot be made here; the message says what is missing."""
+    """Hosts cannot be made here; the message names the missing part."""
 
 
 @dataclass(frozen=True)

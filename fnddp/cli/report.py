@@ -41,7 +41,7 @@ def show(results: Sequence[Result]) -> None:
         "ms/step": "median; fewer bytes pay on slow links, hardly ever within one machine",
     }
     Grid("pipeline", columns, rows, legend).show()
-    echo("With each pipeline the final parameters are the same on all ranks, to the bit.")
+    echo("With each pipeline the final parameters are the same on all ranks, bit for bit.")
 
 
 def _score(result: Result) -> str:

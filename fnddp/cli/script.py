@@ -59,7 +59,7 @@ def _of_torchrun(rank: int, hosts: Sequence[Host]) -> dict[str, str]:
     n, interface = len(hosts), hosts[rank].interface
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_PORT": PORT}
     names = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    # c10d warns on each connection that it cannot look up the names of these hosts, which have none.
+    # These hosts have no names, and c10d would warn of that on each connection.
     defaults = {"OMP_NUM_THREADS": str(max(1, checks.cores() // n)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return {**defaults, **os.environ, **names, **{name: str(number) for name, number in numbers.items()}}
 
