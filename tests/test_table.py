@@ -15,8 +15,8 @@ rows of owners in bucket 0, in elements
   embed      0     16    0     24
   w2         0     12    1      0
   embed     16     16    1     24
-  b2         0      2    2      0
-  b1         0      6    2      2
+  b1         0      6    2      0
+  b2         0      2    2      6
   embed     32     16    2     24
 """
 

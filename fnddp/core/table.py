@@ -150,12 +150,9 @@ class Hop:
         again: str = "",
         encoded: Callable[[Layers, Tensor, Key, Tensor | None], Encoded] = encode,
     ) -> "Hop":
-        """Return `rows` of leaves, in batches, encoded by `layers`.
+        """Return `rows` of leaves in batches, each encoded by `encoded`, with random numbers by its name and `again`.
 
-        Args:
-            counts: How many numbers in the rows of a leaf are no padding, `[rows, 1]`; None for all.
-            again: Added to the names of random numbers, for the second hop.
-            encoded: Called in place of `encode`.
+        `counts` are how many numbers in the rows of a leaf are no padding, `[rows, 1]`; None for all.
         """
         of_owner: dict[int | None, Leaves] = {owner: {} for owner in (*range(table.n), None)}
         for path, row in rows.items():
@@ -267,16 +264,8 @@ MOST_BLOCKS = 16
 class Batch:
     """Rows of leaves that are encoded together, in pieces of one size: `[rows, pieces, unit]`.
 
-    A leaf has one or more pieces, the last one padded with zeros. One that is encoded alone is `[rows, n]`.
-
-    Args:
-        rows: Those of each leaf by its path, `[rows, n]`.
-        unit: The elements of a piece; None for one leaf that is encoded alone.
-
-    Attributes:
-        x: The rows, or the pieces of all leaves.
-        paths: The leaves.
-        is_one: True for one leaf that is encoded alone.
+    A leaf has one or more pieces, the last one padded with zeros. One that is encoded alone, `is_one`, has no unit, and
+    is `[rows, n]`.
     """
 
     def __init__(self, rows: Leaves, unit: int | None) -> None:

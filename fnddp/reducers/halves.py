@@ -100,7 +100,7 @@ class Owners:
         for path, is_complex in leaves.items():
             shape, owner = self._shape[path], self._owner[path]
             count = shape.numel() * (2 if is_complex else 1)
-            height = shape[0] if shape else 1
+            height = max(1, shape[0] if shape else 1)
             cuts[path] = Cut(count, count if owner is not None else -(-height // self.n) * (count // height), owner)
         return Table(self.n, cuts)
 

@@ -98,7 +98,7 @@ class Matrices:
         return [[*chain.from_iterable(row)] for row in zip_longest(*of_owner, fillvalue=[])]
 
     def _row_bytes(self, name: str) -> int:
-        return self._shards.sent_shape(name).numel() * self._parameters[name].element_size()
+        return self._table.cuts[name].width * self._parameters[name].element_size()
 
     def _whole(self, name: str, shard: DTensor) -> Tensor:
         """Return all of a matrix, or of what its optimizer keeps of it. All ranks call it.
@@ -295,8 +295,9 @@ class Matrices:
         n, layers, device = self.owners.n, self._layers(self._weights), next(iter(self._parameters.values())).device
         likes: Leaves = {}
         for name in names:
-            size, dtype = self._shards.sent_shape(name).numel(), self._parameters[name].dtype
-            likes[name] = torch.empty(1, size, dtype=dtype, device="meta")
+            likes[name] = torch.empty(
+                1, self._table.cuts[name].width, dtype=self._parameters[name].dtype, device="meta"
+            )
         hop = Hop.of(self._table, layers, likes, 0)
         mine: dict[str, Payload] = {}
         for name in [each for each in hop.encoded if each in self._own]:
@@ -344,12 +345,10 @@ class Matrices:
     @property
     def sent_bytes(self) -> int:
         """The bytes that a rank passes to the collectives of each hop of a step, without codecs, padding and all."""
-        total = 0
+        n, total = self.owners.n, 0
         for names in self._rounds:
-            of_owner = [0] * self.owners.n
-            for name in names:
-                of_owner[self.owners.owner(name) or 0] += self._row_bytes(name)
-            total += max(of_owner) * self.owners.n
+            rows = (sum(self._row_bytes(x) for x in names if self.owners.owner(x) == rank) for rank in range(n))
+            total += n * max(rows)
         return total
 
     def optimizer_state_dict(self) -> dict[str, Any]:

@@ -54,15 +54,15 @@ class Rows:
     def width(self) -> int:
         return sum(self._widths)
 
-    @cached_property
+    @property
     def _widths(self) -> list[int]:
-        return [math.prod(part) for part in self._parts.values()]
+        return [cut.width for cut in self.table.cuts.values()]
 
     @cached_property
     def table(self) -> Table:
         """The rows of owners, by parameter."""
-        widths = zip(self.shapes.items(), self._widths, strict=True)
-        return Table(self.n, {name: Cut(shape.numel(), width) for (name, shape), width in widths})
+        parts = self._parts.items()
+        return Table(self.n, {name: Cut(self.shapes[name].numel(), math.prod(part)) for name, part in parts})
 
     def encode(self, layers: Layers, buffer: Tensor, key: Key, row: int | None = None) -> Hop:
         """Return whole rows encoded, or their parts, by parameter, if `apart` or if a codec would average padding.
