@@ -79,10 +79,7 @@ class OwnedGradient(Tensor):
                 )
             elif self.added is not None:
                 func(self.added, *others, **(kwargs or {}))
-
-            def change(mine: Tensor) -> Any:
-                return func(mine, *others, **(kwargs or {}))
-
+            change: Any = lambda mine: func(mine, *others, **(kwargs or {}))  # noqa: E731 # pyright: ignore
             owned.change_gradient(self.path, change, clears=clears)
             return self
         names = [each.path for each in optree.tree_leaves(args) if isinstance(each, cls)]  # pyright: ignore
