@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fnddp import Owners, lower, quantize, to_owners
-from fnddp.core.table import Table
+from fnddp.core.table import Cut, Table
 
 OWNERS = """\
 rows of owners in bucket 0, in elements
@@ -15,8 +15,8 @@ rows of owners in bucket 0, in elements
   embed      0     16    0     24
   w2         0     12    1      0
   embed     16     16    1     24
-  b2         0      2    2      0
-  b1         0      6    2      2
+  b1         0      6    2      0
+  b2         0      2    2      6
   embed     32     16    2     24
 """
 
@@ -45,7 +45,7 @@ def test_a_plan_of_many_leaves_lists_the_first():
 def test_each_element_is_in_one_place(n: int):
     """Of chunks, whole leaves and rows of leaves; and rows have them where the table says, apart from padding."""
     leaves = {path: torch.arange(leaf.numel()).reshape(leaf.shape) for path, leaf in model().items()}
-    chunks = Table.of_chunks({path: leaf.numel() for path, leaf in leaves.items()}, n)
+    chunks = Table(n, {path: Cut(leaf.numel(), -(-leaf.numel() // n)) for path, leaf in leaves.items()})
     whole = Owners.of(leaves, n).table(dict.fromkeys(leaves, False))
     cut = Owners.of(leaves, n, cut={"embed", "w1"}).table(dict.fromkeys(leaves, False))
     for table in (chunks, whole, cut):

@@ -1,8 +1,7 @@
 """What stands in `.grad` of a parameter whose gradient is at the ranks that own it, so that clipping finds it there."""
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import optree
 import torch
@@ -29,18 +28,6 @@ _EACH = {
 """What operations on lists, such as those of clipping with `foreach=True`, do with each tensor."""
 
 
-class Owned(Protocol):
-    """Knows the gradients that this rank owns, and the norms of all."""
-
-    def change_gradient(self, name: str, change: Callable[[Tensor], object], *, clears: bool) -> None:
-        """Apply `change` to what this rank owns of a gradient, if anything; `clears` if that makes it zero."""
-        ...
-
-    def norm_of_gradient(self, name: str, order: float) -> Tensor:
-        """Return the norm of a whole gradient. All ranks call it."""
-        ...
-
-
 class OwnedGradient(Tensor):
     """Stands in a parameter's `.grad` for a mean that is at the ranks that own it.
 
@@ -50,16 +37,16 @@ class OwnedGradient(Tensor):
 
     Attributes:
         path: The name of the parameter.
-        owned: Where the gradient is.
+        owned: The model, which knows where the gradient is: an `OwnerDataParallel`.
         added: What backwards have added that are not synchronized yet, if anything.
     """
 
     path: str
-    owned: "weakref.ref[Owned]"
+    owned: "weakref.ref[Any]"
     added: Tensor | None
 
     @staticmethod
-    def __new__(cls: "type[OwnedGradient]", name: str, parameter: Tensor, owned: Owned) -> "OwnedGradient":
+    def __new__(cls: "type[OwnedGradient]", name: str, parameter: Tensor, owned: Any) -> "OwnedGradient":
         made = torch_private.stand_in(cls, parameter)
         made.path, made.owned, made.added = name, weakref.ref(owned), None
         return made
@@ -92,7 +79,8 @@ class OwnedGradient(Tensor):
                 )
             elif self.added is not None:
                 func(self.added, *others, **(kwargs or {}))
-            owned.change_gradient(self.path, lambda mine: func(mine, *others, **(kwargs or {})), clears=clears)
+            change: Any = lambda mine: func(mine, *others, **(kwargs or {}))  # noqa: E731 # pyright: ignore
+            owned.change_gradient(self.path, change, clears=clears)
             return self
         names = [each.path for each in optree.tree_leaves(args) if isinstance(each, cls)]  # pyright: ignore
         what = f"that of {names[0]!r}" if names else "one"

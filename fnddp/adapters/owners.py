@@ -345,20 +345,15 @@ class OwnerDataParallel(DistributedDataParallel):
         """
         lines: list[str] = []
         for each in self._sharded:
-            owners = each.owners
+            owners, table = each.owners, each.owners.table(dict.fromkeys(each.parameters, False))
             what = f"{count(len(each.parameters), 'leaf', 'leaves')} over {count(owners.n, 'rank')}"
             lines.append(f"{type(each.optimizer).__name__}: {what}")
             for rank in range(owners.n):
-                of = {name: owners.rows(name, rank) for name in each.parameters}
-                size = sum(
-                    p.numel() // max(1, p.shape[0] if p.ndim else 1) * (of[name][1] - of[name][0])
-                    for name, p in each.parameters.items()
-                )
-                whole = sum(owners.owner(name) == rank for name in each.parameters)
-                rows = sum(owners.owner(name) is None and of[name][1] > of[name][0] for name in each.parameters)
+                parts = [part for part in table.parts() if part.row == rank]
+                whole, size = sum(owners.owner(part.leaf) == rank for part in parts), sum(part.count for part in parts)
                 share = owners.load[rank] / (sum(owners.load) or 1)
                 lines.append(
-                    f"  rank {rank}: {count(whole, 'whole leaf', 'whole leaves')} and rows of {rows}, "
+                    f"  rank {rank}: {count(whole, 'whole leaf', 'whole leaves')} and rows of {len(parts) - whole}, "
                     f"{size:,} elements, load {owners.load[rank]:.4g} ({share:.1%})"
                 )
         names = [f"weights of {type(each.optimizer).__name__}" for each in self._sharded]
@@ -471,14 +466,10 @@ class OwnerDataParallel(DistributedDataParallel):
     def _joined(self, owners: Owners, name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
         if len(parts) < 2:
             return parts[0] if parts else {}
-        rows = [owners.rows(name, rank) for rank in range(owners.n)]
-        heights = [end - begin for begin, end in rows if end > begin]
-        rest = owners.shape(name)[1:]
         joined: dict[str, Any] = {}
-        for key, first in parts[0].items():
-            of_rows = [part[key] for part in parts]
-            is_cut = all(isinstance(x, Tensor) and x.shape == (h, *rest) for x, h in zip(of_rows, heights, strict=True))
-            joined[key] = torch.cat(of_rows) if is_cut else first
+        for key, first in parts[0].items():  # of an optimizer that computes each element by itself
+            is_cut = isinstance(first, Tensor) and first.ndim == len(owners.shape(name))
+            joined[key] = torch.cat([part[key] for part in parts]) if is_cut else first
         return joined
 
     # What has no place here

@@ -49,7 +49,7 @@ class Table:
     It follows from the shapes of leaves and the number of ranks alone, so it is the same on all ranks. Places and
     counts are of elements before a codec; elements of complex leaves count twice. Printed, it has a line for each part.
 
-    >>> print(Table.of_chunks({"w": 5, "b": 2}, 2))
+    >>> print(Table(2, {"w": Cut(5, 3), "b": Cut(2, 1)}))
     leaf  first  count  row  place
     w         0      3    0      0
     b         0      1    0      3
@@ -60,28 +60,16 @@ class Table:
     n: int
     cuts: Mapping[str, Cut]
 
-    @classmethod
-    def of_chunks(cls, counts: Mapping[str, int], n: int) -> "Table":
-        """Return the table of leaves of which each rank owns a chunk of equal length, by their elements."""
-        return cls(n, {path: Cut(count, -(-count // n)) for path, count in counts.items()})
-
     def parts(self) -> Iterator[Entry]:
         """Yield the parts that have elements, row by row: those of whole leaves first, in a row as long as any."""
-        whole = {leaf: cut for leaf, cut in self.cuts.items() if cut.owner is not None}
-        cut_from = max(sum(cut.count for cut in whole.values() if cut.owner == row) for row in range(self.n))
+        whole = [sum(cut.count for cut in self.cuts.values() if cut.owner == row) for row in range(self.n)]
         for row in range(self.n):
-            place = 0
-            for leaf, cut in whole.items():
-                if cut.owner == row:
-                    yield Entry(leaf, 0, cut.count, row, place)
-                    place += cut.count
-            place = cut_from
-            for leaf, cut in self.cuts.items():
-                if leaf in whole:
-                    continue
-                if count := self.count(leaf, row):
-                    yield Entry(leaf, row * cut.width, count, row, place)
-                place += cut.width
+            places = {False: 0, True: max(whole)}
+            for leaf, cut in sorted(self.cuts.items(), key=lambda each: each[1].owner is None):
+                is_cut, count = cut.owner is None, self.count(leaf, row)
+                if count:
+                    yield Entry(leaf, row * cut.width if is_cut else 0, count, row, places[is_cut])
+                places[is_cut] += cut.width if is_cut else count
 
     def count(self, leaf: str, row: int) -> int:
         """Return the number of elements of a leaf that are in a row."""
@@ -150,12 +138,9 @@ class Hop:
         again: str = "",
         encoded: Callable[[Layers, Tensor, Key, Tensor | None], Encoded] = encode,
     ) -> "Hop":
-        """Return `rows` of leaves, in batches, encoded by `layers`.
+        """Return `rows` of leaves in batches, each encoded by `encoded`, with random numbers by its name and `again`.
 
-        Args:
-            counts: How many numbers in the rows of a leaf are no padding, `[rows, 1]`; None for all.
-            again: Added to the names of random numbers, for the second hop.
-            encoded: Called in place of `encode`.
+        `counts` are how many numbers in the rows of a leaf are no padding, `[rows, 1]`; None for all.
         """
         of_owner: dict[int | None, Leaves] = {owner: {} for owner in (*range(table.n), None)}
         for path, row in rows.items():
@@ -267,16 +252,8 @@ MOST_BLOCKS = 16
 class Batch:
     """Rows of leaves that are encoded together, in pieces of one size: `[rows, pieces, unit]`.
 
-    A leaf has one or more pieces, the last one padded with zeros. One that is encoded alone is `[rows, n]`.
-
-    Args:
-        rows: Those of each leaf by its path, `[rows, n]`.
-        unit: The elements of a piece; None for one leaf that is encoded alone.
-
-    Attributes:
-        x: The rows, or the pieces of all leaves.
-        paths: The leaves.
-        is_one: True for one leaf that is encoded alone.
+    A leaf has one or more pieces, the last one padded with zeros. One that is encoded alone, `is_one`, has no unit, and
+    is `[rows, n]`.
     """
 
     def __init__(self, rows: Leaves, unit: int | None) -> None:

@@ -116,7 +116,7 @@ class two_shot_mean(Carrier):
     def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         group = group_name(self.group)
         n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
-        table = Table.of_chunks({path: x.numel() for path, x in leaves.items()}, n)
+        table = Table(n, {path: Cut(x.numel(), -(-x.numel() // n)) for path, x in leaves.items()})
         counts = table.counts(leaves) if layers else {}
         first = Hop.of(table, layers, table.rows(leaves), rank, counts)
         sums = first.scatter(rank, group)
@@ -133,9 +133,8 @@ class two_shot_mean(Carrier):
             if own is not None:  # a codec may have decoded padding to any values
                 total = torch.where(torch.arange(total.shape[1], device=total.device) >= own, 0, total)
             elif layers and not batch.is_one:
-                total = batch.cleared(
-                    total, {path: table.count(path, rank) for path in batch.paths}, is_kept=self.server_memory
-                )
+                lengths = {path: table.count(path, rank) for path in batch.paths}
+                total = batch.cleared(total, lengths, is_kept=self.server_memory)
             if self.server_memory:
                 total = total + batch.join({path: state.residual[path].unsqueeze(0) for path in batch.paths})
             again[name] = encode(layers, rounded(total, batch.x.dtype), Key(f"{name} again", rank), own)

@@ -100,7 +100,7 @@ class Owners:
         for path, is_complex in leaves.items():
             shape, owner = self._shape[path], self._owner[path]
             count = shape.numel() * (2 if is_complex else 1)
-            height = shape[0] if shape else 1
+            height = max(1, shape[0] if shape else 1)
             cuts[path] = Cut(count, count if owner is not None else -(-height // self.n) * (count // height), owner)
         return Table(self.n, cuts)
 
@@ -255,7 +255,6 @@ def _gathered(layers: Layers, leaves: Leaves, owners: Owners, group: str | None,
         if layers and row.numel() > wire.numel():
             counts[path] = torch.full((1, 1), wire.numel(), device=wire.device)
         rows[path] = (row if owner in (None, rank) else wire.new_zeros(width)).unsqueeze(0)
-
     hop = Hop.of(table, layers, rows, rank, counts, " again")
     flat = hop.split(hop.gather(rank, group, wires))
     return {path: _shaped(flat[path], owners.shape(path), wires[path].dtype, leaf) for path, leaf in leaves.items()}

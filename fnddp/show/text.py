@@ -6,6 +6,7 @@ from itertools import chain, groupby
 from typing import Any
 
 from fnddp.core.sync import all_in
+from fnddp.core.tree import ordered
 from fnddp.ir import program
 from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Collective, Name, Operation, Segment
@@ -142,17 +143,15 @@ def header(plan: PlanData) -> list[str]:
 
 def owners_of_rows(plan: PlanData) -> list[str]:
     """Return the table of each bucket whose leaves have owners: which elements are in the row of which rank."""
-    owners = next((each.owners for each in all_in(plan.sync) if isinstance(each, to_owners | to_all)), None)
+    found = [each.owners for each in all_in(plan.sync) if isinstance(each, to_owners | to_all) and each.owners]
     lines: list[str] = []
-    for bucket in dict.fromkeys(plan.buckets.values()) if owners is not None else ():
-        leaves = {path: plan.leaves[path].dtype for path, at in plan.buckets.items() if at == bucket}
+    for bucket in dict.fromkeys(plan.buckets.values()) if found else ():
+        leaves = {path: leaf.dtype for path, leaf in ordered(plan.leaves).items() if plan.buckets[path] == bucket}
         of_rows = {path: each.is_complex for path, each in leaves.items() if each.is_floating_point or each.is_complex}
-        assert owners is not None
-        table = str(owners.table({path: pairs for path, pairs in of_rows.items() if owners.shape(path).numel()}))
-        _, *rows = listed = table.splitlines()
+        title, *rows = str(found[0].table(of_rows)).splitlines()
         more = [f"... {len(rows) - MOST_PARTS} more"] if len(rows) > MOST_PARTS else []
-        lines += ["", f"rows of owners in bucket {bucket}, in elements"]
-        lines += [f"  {each}" for each in [*listed[: MOST_PARTS + 1], *more]]
+        listed = (title, *rows[:MOST_PARTS], *more)
+        lines += ["", f"rows of owners in bucket {bucket}, in elements", *(f"  {each}" for each in listed)]
     return lines
 
 

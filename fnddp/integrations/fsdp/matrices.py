@@ -11,8 +11,9 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.functional import pad
 
-from fnddp.core import collectives
+from fnddp.core import collectives, layout
 from fnddp.core.agreement import agree_over
 from fnddp.core.codec import Encoded, Key, Layer, Layers, Payload, encode
 from fnddp.core.group import group_name
@@ -98,7 +99,7 @@ class Matrices:
         return [[*chain.from_iterable(row)] for row in zip_longest(*of_owner, fillvalue=[])]
 
     def _row_bytes(self, name: str) -> int:
-        return self._shards.sent_shape(name).numel() * self._parameters[name].element_size()
+        return self._table.cuts[name].width * self._parameters[name].element_size()
 
     def _whole(self, name: str, shard: DTensor) -> Tensor:
         """Return all of a matrix, or of what its optimizer keeps of it. All ranks call it.
@@ -275,7 +276,9 @@ class Matrices:
             if grad is None:
                 continue  # of a matrix that no rank has used
             assert isinstance(grad, DTensor)
-            rows[name] = self._padded(name, grad.to_local()).reshape(1, -1)
+            shard = grad.to_local()
+            missing = self._shards.sent_shape(name)[0] - shard.shape[0]
+            rows[name] = pad(shard, (0, 0, 0, missing)).reshape(1, -1)
         hop = Hop.of(self._table, self._layers(self._gradients), rows, self._rank, encoded=self._encoded)
         wait = collectives.start_all_to_all(hop.to_each(), self._group)
 
@@ -292,22 +295,21 @@ class Matrices:
     @torch.no_grad()
     def _send(self, names: list[str]) -> Callable[[], None]:
         """Start to send the rows of matrices from their owners; return a function that writes them to shards."""
-        n, layers, device = self.owners.n, self._layers(self._weights), next(iter(self._parameters.values())).device
+        layers, device = self._layers(self._weights), next(iter(self._parameters.values())).device
         likes: Leaves = {}
         for name in names:
-            size, dtype = self._shards.sent_shape(name).numel(), self._parameters[name].dtype
-            likes[name] = torch.empty(1, size, dtype=dtype, device="meta")
+            width, p = self._table.cuts[name].width, self._parameters[name]
+            likes[name] = torch.empty(1, width, dtype=p.dtype, device="meta")
         hop = Hop.of(self._table, layers, likes, 0)
         mine: dict[str, Payload] = {}
         for name in [each for each in hop.encoded if each in self._own]:
             own = self._own[name].detach()
             value = own - self._seen[name] if self._sends_differences else own
-            height = self._shards.sent_shape(name)[0] * n
-            whole = torch.cat([value, value.new_zeros(height - value.shape[0], *value.shape[1:])])
-            encoded = self._encoded(layers, whole.reshape(n, -1), Key(f"{name} again", self._rank))
+            rows = layout.in_rows(value, self.owners.n).flatten(1)
+            encoded = self._encoded(layers, rows, Key(f"{name} again", self._rank))
             mine[name] = encoded.payload
             if self._sends_differences:
-                self._seen[name] += encoded.decode(encoded.payload).reshape(whole.shape)[: value.shape[0]]
+                self._seen[name] += encoded.decode(encoded.payload).reshape(-1, value.shape[1])[: value.shape[0]]
         wait = collectives.start_all_to_all(hop.of_each(self._rank, mine, device), self._group)
 
         @torch.no_grad()
@@ -315,9 +317,8 @@ class Matrices:
             moved = wait()
             for name, each in hop.encoded.items():
                 local = self._parameters[name].to_local()
-                row = each.decode(hop.payload(moved, name, of_owner=True)).reshape(-1, *local.shape[1:])[
-                    : local.shape[0]
-                ]
+                rows = each.decode(hop.payload(moved, name, of_owner=True)).reshape(-1, *local.shape[1:])
+                row = rows[: local.shape[0]]
                 local.add_(row) if self._sends_differences else local.copy_(row)
 
         return returned
@@ -334,22 +335,16 @@ class Matrices:
             {part: torch.zeros_like(each, device=x.device) for part, each in like.payload.items()}, like.decode
         )
 
-    def _padded(self, name: str, shard: Tensor) -> Tensor:
-        missing = self._shards.sent_shape(name)[0] - shard.shape[0]
-        return torch.cat([shard, shard.new_zeros(missing, *shard.shape[1:])]) if missing else shard
-
     def _layers(self, layers: Layers) -> Layers:
         return tuple(Layer(each.codec, each.seed, self._steps) for each in layers)
 
     @property
     def sent_bytes(self) -> int:
         """The bytes that a rank passes to the collectives of each hop of a step, without codecs, padding and all."""
-        total = 0
+        n, total = self.owners.n, 0
         for names in self._rounds:
-            of_owner = [0] * self.owners.n
-            for name in names:
-                of_owner[self.owners.owner(name) or 0] += self._row_bytes(name)
-            total += max(of_owner) * self.owners.n
+            rows = (sum(self._row_bytes(x) for x in names if self.owners.owner(x) == rank) for rank in range(n))
+            total += n * max(rows)
         return total
 
     def optimizer_state_dict(self) -> dict[str, Any]:

@@ -54,15 +54,15 @@ class Rows:
     def width(self) -> int:
         return sum(self._widths)
 
-    @cached_property
+    @property
     def _widths(self) -> list[int]:
-        return [math.prod(part) for part in self._parts.values()]
+        return [cut.width for cut in self.table.cuts.values()]
 
     @cached_property
     def table(self) -> Table:
         """The rows of owners, by parameter."""
-        widths = zip(self.shapes.items(), self._widths, strict=True)
-        return Table(self.n, {name: Cut(shape.numel(), width) for (name, shape), width in widths})
+        parts = self._parts.items()
+        return Table(self.n, {name: Cut(self.shapes[name].numel(), math.prod(part)) for name, part in parts})
 
     def encode(self, layers: Layers, buffer: Tensor, key: Key, row: int | None = None) -> Hop:
         """Return whole rows encoded, or their parts, by parameter, if `apart` or if a codec would average padding.
@@ -74,10 +74,8 @@ class Rows:
             together = Table(self.n, {key.name: Cut(self.n * self.width, self.width)})
             return Hop.of(together, layers, {key.name: buffer}, key.rank)
         table = Table(self.n, {f"{key.name}/{name}": cut for name, cut in self.table.cuts.items()})
-        counts: dict[str, Tensor | None] = {}
-        for name in table.cuts:
-            of_rows = [table.count(name, each) for each in (range(self.n) if row is None else [row])]
-            counts[name] = torch.tensor(of_rows, device=buffer.device).unsqueeze(1)
+        of_rows = {name: [[table.count(name, r)] for r in range(self.n) if row in (None, r)] for name in table.cuts}
+        counts = {name: torch.tensor(each, device=buffer.device) for name, each in of_rows.items()}
         parts = dict(zip(table.cuts, buffer.split(self._widths, 1), strict=True))
         return Hop.of(table, layers, parts, key.rank, counts)
 
