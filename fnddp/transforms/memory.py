@@ -112,15 +112,16 @@ def narrowed(state: State) -> State:
 
 
 def _of_residuals(fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], state: State) -> State:
-    if isinstance(state, ErrorFeedbackState):
+    if isinstance(state, ErrorFeedbackState) and state.scale:
         made = {path: fn(state.residual[path], scale) for path, scale in state.scale.items()}
-        residual = {path: made[path][0] if path in made else x for path, x in state.residual.items()}
-        return replaced(state, residual=residual, scale={path: scale for path, (_, scale) in made.items()})
+        residual, scale = ({path: each[i] for path, each in made.items()} for i in range(2))
+        return ErrorFeedbackState(residual, scale, state.inner)
     if isinstance(state, dict):
         return {key: _of_residuals(fn, part) for key, part in state.items()}
     if isinstance(state, tuple | list):
-        parts: list[Any] = [_of_residuals(fn, part) for part in state]
-        return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
+        kind: Any = type(state)
+        parts = [_of_residuals(fn, part) for part in state]
+        return kind(*parts) if hasattr(state, "_fields") else kind(parts)
     return state
 
 
@@ -192,7 +193,8 @@ class error_feedback(Memory):
         if self.residual == "float32":
             return residuals, {}
         stored = {path: to_int8(layout.to_wire(x)) for path, x in residuals.items()}
-        return {path: q for path, (q, _) in stored.items()}, {path: scale for path, (_, scale) in stored.items()}
+        q, scale = ({path: each[i] for path, each in stored.items()} for i in range(2))
+        return q, scale
 
 
 class MomentumCorrectionState(NamedTuple):
