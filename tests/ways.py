@@ -24,12 +24,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import outer
+from fnddp.core.table import Hop
 from fnddp.integrations import checkpoint
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards, matrices, own_matrices
 from fnddp.integrations.fsdp.shards import unsynchronized
 from fnddp.integrations.fsdp.unit import Unit
 from fnddp.laws import bits
-from fnddp.reducers import halves
 from fnddp.run.step import Step
 from fnddp.run.vote import Vote
 from fnddp.wire.c10d import C10d
@@ -238,7 +238,7 @@ def on(wire: type) -> tuple[Point, ...]:
 # Segments of a plan encode and decode; the last one runs after the vote.
 BY_LEAF = Point(Step, "_run", -1), Point(Step, "_run", -1, interrupts=True), Point(Vote, "cast")
 # A codec's encode and decode, of each group of FSDP's parameters.
-BY_BUFFER = Point(Unit, "reduce"), Point(halves, "added_up")
+BY_BUFFER = Point(Unit, "reduce"), Point(Hop, "added")
 
 
 # The ways in
