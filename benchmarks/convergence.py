@@ -493,8 +493,7 @@ def named_parameters(module: nn.Module) -> dict[str, Tensor]:
 def cost(text: str, n: int, large: dict[str, Tensor], trained: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
     """Bytes of a step, and its time on each link, nothing hidden behind backward and nothing for encoding."""
     sync = fnddp.parse(text)
-    size = n if sync.groups == {None} else {"inside": NODE, "across": n // NODE}
-    repeated = period(sync, large, world_size=size)
+    repeated = period(sync, large, world_size=n)
     links = {rate: Link.parse(f"{rate}:{LATENCY}") for rate in RATES}
     return {
         "pipeline": text,
@@ -507,7 +506,7 @@ def cost(text: str, n: int, large: dict[str, Tensor], trained: dict[str, dict[st
             for rate, link in links.items()
         },
         "link_bytes_of_trained": {
-            name: link_bytes(period(sync, params, world_size=size)) for name, params in trained.items()
+            name: link_bytes(period(sync, params, world_size=n)) for name, params in trained.items()
         },
     }
 
@@ -572,12 +571,18 @@ def report(
     print(f"{len(lines)} runs, {sum(x['cpu_seconds'] for x in lines) / 3600:.1f} hours of CPU")
 
 
-def report_few_bits(out: Path, ranks: Sequence[int]) -> None:
+def report_few_bits(out: Path) -> None:
+    """Gaps at the plain mean's learning rate, of what has been run with all seeds."""
     found = found_in(lines_of(out))
-    table = Table(results(found, FEW_BITS), costs(FEW_BITS, ranks, []), FEW_BITS)
-    text = table.losses()
-    out.with_suffix(".md").write_text(text + "\n")
-    print(f"{text}\n{len(found)} runs")
+    settings = [Setting(task, optimizer, SEARCHED_ON) for optimizer in RATE for task in TASKS]
+    same = {(x.setting, x.pipeline): str(x.same) for x in results(found, FEW_BITS)}
+    parts = [f"| pipeline | {' | '.join(f'{x.task}, {x.optimizer}' for x in settings)} |"]
+    parts.append("| --- |" + " --: |" * len(settings))
+    for text in FEW_BITS[1:]:
+        cells = [same.get((setting, text), "not run") for setting in settings]
+        parts.append(f"| `{text}` | {' | '.join(cells)} |")
+    out.with_suffix(".md").write_text("\n".join(parts) + "\n")
+    print(*parts, f"{len(found)} runs", sep="\n")
 
 
 class Table:
@@ -904,7 +909,7 @@ def main() -> None:
     elif arguments.command == "train":
         train(arguments.out, settings, pipelines[: arguments.first], arguments.seeds, arguments.steps)
     elif arguments.few_bits:
-        report_few_bits(arguments.out, arguments.ranks)
+        report_few_bits(arguments.out)
     else:
         report(arguments.out, arguments.out.parent, settings, PIPELINES, [2**i for i in range(1, 11)])
 

@@ -600,3 +600,11 @@ def test_a_codec_that_gives_something_else_than_rows_is_named(encode, decode, er
     wrong = fnddp.transform(type("wrong", (fnddp.Codec,), members))
     with pytest.raises(error, match=rf"wrong\(allgather\): .*{message}"):
         wrong(fnddp.allgather)({"w": torch.ones(2, 3)}, ())
+
+
+def test_tiles_of_matrices_are_refused_where_a_rank_owns_rows() -> None:
+    with pytest.raises(TypeError, match=r"dct_topk: it cuts tiles of whole matrices, and to_owners\(\) gives a rank"):
+        fnddp.parse("dct_topk(to_owners())")
+    with pytest.raises(TypeError, match="use topk"):
+        fnddp.parse("dct_topk(bf16(to_all()))")
+    fnddp.parse("dct_topk(bf16(two_shot))")
