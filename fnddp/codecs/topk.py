@@ -16,6 +16,7 @@ from fnddp.core.opaque import rounded, shortened
 from fnddp.core.options import Share, at_least, one_of, require_share
 from fnddp.core.sync import Exchange, State, all_in, transform
 from fnddp.core.tree import Leaves, Tree
+from fnddp.reducers.halves import to_all, to_owners
 from fnddp.torch_private import reinterpreted
 
 
@@ -123,7 +124,7 @@ class dct_topk(Codec):
         if chosen is not None and self.chunk**2 - 1 > torch.iinfo(chosen).max:
             raise ValueError(f"dct_topk: {self.index} cannot index the {self.chunk**2} numbers of a tile; use small")
         *_, carrier = all_in(self.inner)
-        if not carrier.agrees:
+        if isinstance(carrier, to_owners | to_all):
             raise TypeError(f"dct_topk: it cuts tiles of whole matrices, and {carrier!r} gives a rank rows; use topk")
 
     def init(self, grads: Tree) -> State:
