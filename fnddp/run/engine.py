@@ -155,6 +155,7 @@ class Engine:
     def require_noticed(self) -> None:
         """Raise a CollectiveError if another rank has failed in the last step, on an accelerator."""
         require_noticed(self.lane.notices)
+        self.lane.notices = ()  # for which the host need not wait again
 
     def release_state(self) -> State:
         """Return the state and keep no reference to it: the next `begin` must be given one."""
