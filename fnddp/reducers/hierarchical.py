@@ -202,7 +202,8 @@ class _Between(Carrier):
         wires = {path: layout.to_wire(x).reshape(n, -1) for path, x in rows.items()}
         table = Table(n, {path: Cut(_size(leaves[path]), x.shape[1]) for path, x in wires.items()})
         counts = table.counts(wires)
-        mine, total = rows, Leaves()
+        mine = rows
+        total: Leaves = {}
         if not layers:
             # Divided before the sum, so that what fits the dtype does not overflow.
             shard = total = collectives.reduce_scatter_leaves({path: x / ranks for path, x in rows.items()}, group)
@@ -231,7 +232,8 @@ class _Between(Carrier):
                 lost[path] = lost[path] + _shaped(x, done.mean[path]) - done.mean[path]
             gathered = second.split(second.gather(rank, group))
             everyone = {path: _shaped(x, rows[path]) for path, x in gathered.items()}
-        mean, sent = Leaves(), Leaves()
+        mean: Leaves = {}
+        sent: Leaves = {}
         for path, leaf in leaves.items():
             owners = torch.arange(n, device=leaf.device).view(-1, *[1] * shard[path].ndim)
             both = everyone[path], mine[path] + torch.where(owners == rank, ranks * lost[path], 0)
