@@ -175,8 +175,8 @@ class Step:
     def put(self, position: int, grad: Tensor, *, keep: bool = False, at_once: bool = True) -> bool:
         """Add the gradient of the leaf at `position`. The step may write over it, unless `keep` is True.
 
-        A CPU gradient that only needs a copy is copied now, while it is in the cache, unless gradients are scaled or
-        enabled, or the step is measured. If `at_once` is False, it is copied later, together with others.
+        A small CPU gradient that only needs a copy is copied now, while it is in the cache, unless gradients are scaled
+        or enabled, or the step is measured. If `at_once` is False, it is copied later, together with others.
 
         If its shape, dtype or device is not the leaf's, `advance` or `agree` raises a ValueError.
 

@@ -1,4 +1,4 @@
-"""Backward passes of a wrapped module as steps of an engine.
+"""Turn backward passes of a wrapped module into steps of an engine.
 
 A step synchronizes the gradients that a backward accumulates in the wrapped parameters. It begins when such a backward
 reaches the output of a forward, or a parameter, and ends with that backward. Gradients from `torch.autograd.grad` are
@@ -291,7 +291,7 @@ class Steps:
         is_kept = name in taken.added_to or grad.requires_grad
         if not is_kept:
             parameter.grad = None  # so that its memory is free once it has been sent
-        self._feed(name, grad.data, keep=is_kept)  # a hook may hold the tensor: `.data` shows that its storage is shared
+        self._feed(name, grad.data, keep=is_kept)  # a hook may hold `grad` itself: `.data` shares its storage
 
     def _feed(self, name: str, grad: Tensor, *, keep: bool) -> None:
         self._go_on(lambda step: step.feed(name, grad, keep=keep))
@@ -397,7 +397,7 @@ class Steps:
             for name, mean in done.mean.items():
                 if not done.has_nothing_for(name, self.parameters[name]):
                     self._write_one(name, mean, taken)
-        for name in self.parameters.keys() - done.mean.keys():  # no update: optimizers skip parameters without a gradient
+        for name in self.parameters.keys() - done.mean.keys():  # no update: optimizers must skip these
             if not done.has_nothing_for(name, self.parameters[name]):
                 self.parameters[name].grad = None
 
@@ -442,7 +442,7 @@ class Steps:
     def settle(self) -> None:
         """Fail a step whose backward did not finish, and raise a RuntimeError if ranks may be desynchronized.
 
-        Raise one also if a backward is running in another thread than that of the last forward.
+        A backward that is still running counts as unfinished, except in other threads than its forward's: raise there.
         """
         if self.backward.step is not None and not self.backward.has_raised and self._thread != threading.get_ident():
             raise RuntimeError(f"{OWNER}: a backward of this module is running in another thread; wait for its end")
