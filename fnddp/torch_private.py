@@ -78,7 +78,7 @@ current_backward: Callable[[], int] = _C._current_graph_task_id  # id of the bac
 next_node_number: Callable[[], int] = _C._autograd._get_sequence_nr  # of autograd, in this thread
 
 will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
-"""Return whether the current backward runs a node. Raise a RuntimeError if `torch.autograd.grad` returns its gradient."""
+"""Return whether the current backward runs a node; a RuntimeError if `torch.autograd.grad` returns its gradient."""
 
 
 def is_within_backward() -> bool:
@@ -96,8 +96,7 @@ def nodes_of_outer_backward() -> list[Any] | None:
     """Return the nodes that follow in the outermost backward, if the current backward was called within another.
 
     Returns:
-        The nodes after the Function that called the inner backward; an empty list if a hook called it; None if the
-        current backward is not nested.
+        The nodes after the Function that called the inner backward; [] if a hook called it; None if not nested.
     """
     frame, backwards, outermost = sys._getframe(), 0, None
     while frame is not None:
@@ -389,7 +388,7 @@ class Fakes:
             return operation(*args, **kwargs)
         with in_kernel_invocation_manager(self.mode):
             made = operation(*args, **kwargs)
-        if makes_one_view(operation) and made.shape == args[0].shape:  # must be the base itself, but a kernel changes strides
+        if makes_one_view(operation) and made.shape == args[0].shape:  # is args[0], but a kernel changes strides
             return operation(*args, **kwargs)
         return FakeTensor(self.mode, made, devices.pop())
 
