@@ -162,7 +162,7 @@ _ACCELERATOR = (torch.accelerator.current_accelerator() or torch.device("cpu")).
 
 @contextmanager
 def _without_known_autocasts() -> Generator[None]:
-    # Used instead of `_DisableAutocast`, which covers all devices: Dynamo cannot trace that.
+    # Replaces `_DisableAutocast` (for all devices), because Dynamo cannot trace that.
     with torch.autocast("cpu", enabled=False), torch.autocast(_ACCELERATOR, enabled=False):
         yield
 
@@ -564,7 +564,7 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def has_other_hooks(parameter: Tensor) -> bool:
-    """Return whether `parameter`, which has one post-accumulate hook, has others too."""
+    """Return whether `parameter` has more post-accumulate hooks than the one that fnddp registers."""
     return len(parameter._post_accumulate_grad_hooks) > 1  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -3,7 +3,7 @@
 No other file of adapters begins, ends or fails a step of a backward.
 
 A `Backward` is idle at first. From the first gradient on it has an open step. It is idle again when the step has ended
-on all ranks. Each adapter defines only which gradients no hook has seen, what to check, and how to undo a failed step.
+on all ranks. An adapter only defines which gradients no hook has seen, the checks, and how to undo a failed step.
 """
 
 import sys
@@ -79,7 +79,7 @@ class Backward:
             if ending is None:
                 ending = _endings[task] = _Ending(task)
                 torch_private.at_end_of_backward(ending)
-            if self._shared is not None:  # those of an earlier autograd backward, which raised before it got here
+            if self._shared is not None:  # of an earlier autograd backward that raised before it got here
                 self._shared.awaited.pop(self, None)
             ending.ends[self] = end
             ending.shared.begun[self] = None
@@ -193,7 +193,7 @@ class Backward:
 
 
 def _unfinished() -> RuntimeError:
-    """Return an error for a step whose backward has raised, with that exception if it is being handled."""
+    """Return an error for a step after its backward has raised, with that exception if it is being handled."""
     cause = sys.exception()
     return RuntimeError(UNFINISHED if cause is None else f"{UNFINISHED}: {type(cause).__name__}: {cause}")
 
@@ -202,7 +202,7 @@ class _SharedBackward:
     """The steps of one autograd backward, on several engines. It outlives that backward if the backward raises.
 
     Attributes:
-        begun, awaited: Ordered sets of the `Backward`s whose steps have begun, and of those it will reach.
+        begun, awaited: Ordered sets: `Backward`s with a step in this backward, and all that it reaches.
     """
 
     def __init__(self, ending: "_Ending") -> None:

@@ -275,7 +275,7 @@ def register(
         wire, backend: See `value_and_grad`.
 
     Returns:
-        A handle whose `sync_state` can be saved (`fnddp.state_dict(handle.sync_state)`) and set.
+        A handle. Its `sync_state` can be saved (`fnddp.state_dict(handle.sync_state)`) and set.
 
     Raises:
         RankMismatchError: On all ranks, if they disagree about the pipeline, the parameters or the state.

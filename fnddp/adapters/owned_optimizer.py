@@ -1,4 +1,4 @@
-"""An optimizer that holds the parameters that a rank owns, and the second hop, which sends their new weights."""
+"""An optimizer for the parameters that a rank owns, and the second hop that sends their new weights."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

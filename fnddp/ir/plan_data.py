@@ -47,7 +47,7 @@ class PlanData:
         means: The name of the mean of each leaf.
         state: The name of each part of the next state, or a number.
         following: Function of the arguments of `phase.holds` that returns the counters of the next step.
-        overwrites: Leaves whose gradients are written over.
+        overwrites: Leaves with gradients that a step writes over.
         overwrites_state: Positions of the parts of the state that are written over.
         results: Leaves with means in separate, persistent memory.
         memories: Names, by leaf, of memory that may hold the next step's mean.

@@ -112,7 +112,7 @@ class _Walk:
         return tuple(None if self._only_grows(plan, counters, i) else at for i, at in enumerate(counters))
 
     def _only_grows(self, plan: Plan, counters: Sequence[int], i: int) -> bool:
-        """Return True if counter `i` is past all warm-ups and does not affect the phase (it may seed random numbers)."""
+        """Return True if counter `i` is past all warm-ups and selects no phase. (It may seed random numbers.)"""
         if counters[i] < AFTER_ALL_WARM_UPS:
             return False
         later = ([*counters[:i], counters[i] + k, *counters[i + 1 :]] for k in range(1, AHEAD))

@@ -68,7 +68,7 @@ _log = logging.getLogger("fnddp")
 
 @cache
 def candidates(loss: Loss) -> tuple[str, ...]:
-    """Return the pipelines that `loss` allows with any optimizer, from the study of losses; the plain mean first."""
+    """Return the pipelines of the study of losses that `loss` allows for any optimizer, the plain mean first."""
     rows = json.loads(Path(cost.__file__).with_name("losses.json").read_text())
     texts = [row["pipeline"] for row in rows if row["optimizer"] is None and (row["safe"] or loss == "some")]
     return tuple(dict.fromkeys([repr(allreduce), *texts]))
@@ -201,7 +201,7 @@ def choice(
     codec_seconds: Mapping[str, float] = CODEC_SECONDS,
     backward_seconds: float | None = None,
 ) -> Choice:
-    """Return the choice that `choose` makes, with the costs behind it."""
+    """Return the choice that `choose` makes, with the costs of all pipelines."""
     if loss not in ("none", "some"):
         raise ValueError(f'choose: loss must be "none" or "some", got {loss!r}')
     if backward_seconds is not None and backward_seconds < 0:

@@ -58,8 +58,8 @@ class Engine:
         bucket_caps: Sizes of gradient buckets in bytes: of the first ones, and the last size for all others.
         learns_order: True to lay out later steps by the order in which gradients arrive on the first rank in the first
             step. Ignored on an elastic wire, because a rank that joins later has not seen that order.
-        groups: Process groups whose ranks end a step together, for a pipeline that does not know its own groups.
-        other_groups: Further process groups whose ranks end a step together, in addition to those of the pipeline.
+        groups: Process groups of ranks that end a step together, for a pipeline that does not know its own groups.
+        other_groups: Further groups of ranks that end a step together, in addition to those of the pipeline.
         backend: The backend that runs segments, see `lower`. With a backend, a pipeline without a plan is an error.
         traces: Traces of this pipeline for such leaves, to be shared by several engines.
         lane: The lane of the engine that this one replaces, if any.
@@ -72,7 +72,7 @@ class Engine:
         learns_order: True if the order in which gradients arrive is still to be learnt.
         number, broken, refused: See `Lane`.
         counters: The ints in the state that was released last, by position.
-        place: Number of this engine among those of its lane whose steps ranks could mix up: see `Flags`.
+        place: Number of this engine among the engines of its lane, for ranks to detect mixed-up steps: see `Flags`.
     """
 
     number = delegated("lane.number")
@@ -163,7 +163,7 @@ class Engine:
         return state
 
     def _take(self, state: State) -> None:
-        """Use `state` for the next step; copy parts whose strides differ from those of the first state."""
+        """Use `state` for the next step; copy parts with other strides than in the first state."""
         self._parts, self._structure = tree.flatten_any(state)
         strides = [_dense_strides(part) if isinstance(part, Tensor) else None for part in self._parts]
         self._strides = self._strides or strides
@@ -180,7 +180,7 @@ class Engine:
         return None if self._current is None else self._current.plan
 
     def taken(self) -> Taken | None:
-        """Return the times of the last step; None on the first call, which starts measuring, and without a plan."""
+        """Return the times of the last step; None without a plan, and on the first call: that starts measuring."""
         if self._measured_from is None:
             self._observer.measures, self._measured_from = True, self.steps
         if self.plan is None or self.steps == self._measured_from:
@@ -389,7 +389,7 @@ class Engine:
             return None
         if self._order is not None:  # the order is final, so no other plan needs them
             self._traces.clear()
-        named = {group: group for group in self.groups}  # a trace has plain names, which later groups may reuse
+        named = {group: group for group in self.groups}  # a trace has plain names; later groups may reuse them
         groups = tuple(dict.fromkeys([*(named.get(group, group) for group in plan.groups), *self.groups]))
         # Autograd may return gradients that share memory.
         program = Program(

@@ -387,7 +387,7 @@ def _is_codec(sync: Sync) -> bool:
 
 
 def codecs_of(weights: Sync) -> Sync:
-    """Return the encoding part of the second hop's pipeline: without `ef21`, which only makes owners send changes."""
+    """Return the encoding part of the second hop's pipeline, without `ef21`: that only makes owners send changes."""
     return weights.inner if isinstance(weights, ef21) else weights
 
 

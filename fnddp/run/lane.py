@@ -40,7 +40,7 @@ class Lane:
     Attributes:
         number: Number in the order of construction. Steps that share a backward end in this order.
         begun, ended: Counts of steps.
-        places: Counter that numbers the engines whose steps ranks could mix up: see `Flags`.
+        places: Counter that numbers engines, for ranks to detect mixed-up steps: see `Flags`.
         broken: The error after which ranks may be desynchronized.
         refused: The error that left wrong values in parameters on all ranks, so that no step may begin.
         notices: `Step.notice` of the last steps, on an accelerator.

@@ -169,7 +169,7 @@ class Program:
     """The code that the steps of one phase run.
 
     Args:
-        groups: Process groups whose ranks end a step together; None if they are unknown.
+        groups: Process groups of ranks that end a step together; None if they are unknown.
         clones_shared: True to copy gradients that share memory with other tensors before they are written over.
         is_static: False for a plan of `without_schedule`.
 
@@ -330,7 +330,7 @@ class Program:
 
 
 class UnexpectedGradient(ValueError):
-    """A step got an unexpected gradient: there is no such leaf, it has one already, or `leaf` does not match."""
+    """A step got an unexpected gradient: for an unknown leaf, a second one, or one that does not match `leaf`."""
 
     def __init__(self, path: str, grad: Tensor, problem: str = "", leaf: LeafSpec | None = None) -> None:
         if leaf is not None:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Synchronized(NamedTuple):
-    """The result of a step: the means by path, and the unused leaves, for which no rank had a gradient.
+    """The result of a step: the means by path, and the `unused` leaves (no rank had a gradient for them).
 
     There are no means after a skipped step, and none for leaves without an update in this step.
 
@@ -88,7 +88,7 @@ class Step:
     Attributes:
         is_open: True until it has ended.
         is_early: True to run segments as soon as they are ready; False to run all of them in `agree`.
-        is_done, has_failed: The outcome; both are False after the step was given up, which happens on all ranks.
+        is_done, has_failed: The outcome. Both are False if the step was given up; that happens on all ranks.
         parts: The parts of the next state, once the step is done.
         arrival: The order in which gradients arrived on the first rank, if it is learnt.
         broken: The error after which ranks may be desynchronized.
@@ -221,7 +221,7 @@ class Step:
         """Call `put` for the gradient of the leaf at `path`, and `advance` if it is time.
 
         Raises:
-            ValueError: There is no such leaf, its gradient has arrived already, or it does not match the leaf.
+            ValueError: The leaf does not exist, its gradient has arrived already, or it does not match the leaf.
         """
         if self.put(self._position_of(path, grad), grad, keep=keep):
             self.advance()

@@ -28,7 +28,7 @@ LARGE = 2**18  # bytes of a result on the CPU; for less, messages cost more than
 
 _CPU = torch.device("cpu")
 
-_lock = threading.Lock()  # guards the dicts below, whose keys are groups
+_lock = threading.Lock()  # guards the dicts below; their keys are groups
 
 # Tags of each group's collectives, counted up, because a ring still posts messages while later collectives run.
 _tags: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
@@ -332,7 +332,7 @@ def dedicated_to(
             made.set_result(GroupName(connected.group_name, connected))
         except BaseException as error:
             made.set_exception(not_connected(group, use, error))
-            if not isinstance(error, RuntimeError):  # such as a KeyboardInterrupt, which concerns this call only
+            if not isinstance(error, RuntimeError):  # a KeyboardInterrupt, for example, concerns this call only
                 raise
     return made.result()
 

@@ -243,7 +243,7 @@ def traced_name(group: str) -> str:
 
 
 def live_group(group: str | None) -> dist.ProcessGroup:
-    """Return the process group called `group`; raise a RuntimeError if there is none, or another one has the name now."""
+    """Return the process group called `group`; raise a RuntimeError if there is none, or the name is another's now."""
     try:
         live = torch_private.live_group(group)
     except (RuntimeError, ValueError, KeyError) as error:

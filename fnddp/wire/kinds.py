@@ -102,7 +102,7 @@ class Kind:
         return payload * sum(one.share for one in self.passes(n))
 
     def levels(self, payload: float, g: int, nodes: int) -> tuple[float, float]:
-        """Return the bytes that a rank sends inside its node of `g` ranks, and across nodes, if it works in two levels."""
+        """Return the bytes that a rank sends inside its node of `g` ranks, and across nodes, in two levels."""
         if self is ALL_GATHER:  # first across nodes, then everything received within the node
             return payload * nodes, payload
         return payload, payload / g if self.computes else payload
@@ -144,7 +144,7 @@ class Kind:
         )
 
     def trace(self, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
-        """Start a functional collective of this kind, for graphs and torch.compile. The caller must wait for the result."""
+        """Start a functional collective of this kind, for graphs and torch.compile. The caller waits for the result."""
         if self.computes:
             return self.operator(payload, op, n, group) if self.sends_rows else self.operator(payload, op, group)
         if not self.sends_rows:

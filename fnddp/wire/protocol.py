@@ -19,9 +19,9 @@ class CollectiveError(RuntimeError):
 class Wire(Protocol):
     """An object that moves bytes between the ranks of process groups. Groups are given by name; None is the default.
 
-    The default wire is torch.distributed, `fnddp.wire.c10d.C10d`. All ranks start the same collectives of a group in the
-    same order. Kinds that do not reduce send bytes of any dtype. A wire must be hashable and weakly referenceable. If
-    ranks are threads, each needs its own wire.
+    The default wire is torch.distributed, `fnddp.wire.c10d.C10d`. All ranks start the same collectives of a group in
+    the same order. Kinds that do not reduce send bytes of any dtype. A wire must be hashable and weakly referenceable.
+    If ranks are threads, each needs its own wire.
     """
 
     def size(self, group: str | None) -> int:

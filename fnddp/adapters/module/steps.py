@@ -55,7 +55,7 @@ class _Taken:
     Attributes:
         task: autograd's number of the backward.
         added_to: Parameters that already have a gradient, so that the step adds to it.
-        keeps_graph: True for a backward with `create_graph=True`, whose gradients can be differentiated.
+        keeps_graph: True for a backward with `create_graph=True`, so that its gradients can be differentiated.
         sparse: Number of sparse dimensions of each sparse gradient, by parameter.
         deferred: Parameters with gradients that wait for the end of the step.
     """
@@ -129,7 +129,7 @@ class Steps:
         self.promises.begin()
         self._always_sparse = {name: 1 for name, parameter in self.parameters.items() if parameter in sparse}
         self._taken: _Taken | None = None  # of the open step
-        # On an elastic wire: gradients and `unsynchronized` before backwards whose step may be rejected.
+        # On an elastic wire: gradients and `unsynchronized` before backwards, in case their step is rejected.
         self._before: tuple[dict[str, Tensor], set[str]] | None = None
 
     def detach(self) -> None:
@@ -440,7 +440,7 @@ class Steps:
     # Errors
 
     def settle(self) -> None:
-        """Fail a step whose backward did not finish, and raise a RuntimeError if ranks may be desynchronized.
+        """Fail the open step if its backward did not finish; raise a RuntimeError if ranks may be desynchronized.
 
         A backward that is still running counts as unfinished, except in other threads than its forward's: raise there.
         """

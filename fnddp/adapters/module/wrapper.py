@@ -1,4 +1,4 @@
-"""`DistributedDataParallel`: a wrapped module whose gradients are synchronized by a pipeline during backward."""
+"""`DistributedDataParallel`: a wrapped module, with a pipeline that synchronizes its gradients during backward."""
 
 import warnings
 from collections import OrderedDict
@@ -173,7 +173,7 @@ class DistributedDataParallel(TorchNames):
         if mixed_precision is not None:
             torch_private.set_up_mixed_precision(mixed_precision, module)
 
-    # What users call
+    # Public methods
 
     @property
     def sync(self) -> Sync:

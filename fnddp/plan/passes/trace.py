@@ -5,8 +5,8 @@ state are symbols, so that no step number is baked into a graph. A comparison su
 and the outcomes of all guards define the phase for which the graph is valid. Divisors of means are symbols too, because
 a step may have fewer ranks.
 
-The recorder is faster than make_fx, which spends its time on proxies, and on computing the result shapes of an
-operation again for each leaf of the same shape.
+The recorder is faster than make_fx. That spends its time on proxies, and on computing the result shapes of an operation
+again for each leaf of the same shape.
 """
 
 import operator
