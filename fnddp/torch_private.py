@@ -270,7 +270,7 @@ class _Reinterpreted(torch.autograd.Function):
 
 def is_differentiated(tensor: Tensor) -> bool:
     """Return whether a torch.func transform or forward-mode AD differentiates with respect to `tensor`."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # unpack_dual raises outside of a level
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # it raises outside
         return True
     while is_functorch_wrapped_tensor(tensor):
         if is_gradtrackingtensor(tensor):
@@ -586,7 +586,7 @@ def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]
 def without_step_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> Generator[None]:
     """Disable the step hooks of `optimizers` in the block, for a step that only fills their state."""
     names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-    # A wrapper, such as Accelerate's, has no hooks of its own.
+    # Wrappers, such as Accelerate's, have no hooks of their own.
     pairs = [(each, name) for each in optimizers for name in names if hasattr(each, name)]
     hooks: list[tuple[Any, str, Any]] = [(each, name, getattr(each, name)) for each, name in pairs]
     for each, name, _ in hooks:

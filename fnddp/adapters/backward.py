@@ -280,7 +280,7 @@ def accumulates(parameters: Iterable[nn.Parameter], behind: Iterable[Any]) -> bo
     """Return whether the running backward accumulates in one of `parameters`, or would if this rank had used one.
 
     Args:
-        behind: Graph nodes of the module's outputs. In the second case a backward must accumulate in all their leaves.
+        behind: Graph nodes of the module's outputs. In the second case, all their leaves must get gradients.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return accumulates_in(trained) or (bool(trained) and accumulates_all(behind))

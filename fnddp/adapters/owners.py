@@ -125,7 +125,7 @@ class OwnerDataParallel(DistributedDataParallel):
         self._is_nonfinite: Tensor | bool = False
         self._inconsistent_since: BaseException | None = None  # the error of a step that only some owners took
         self._norms: dict[float, dict[str, Tensor]] = {}  # gathered, but not used yet
-        self._has_others: set[OwnedOptimizer] = set()  # with a zero for other ranks' leaves
+        self._has_others: set[OwnedOptimizer] = set()  # with a substitute's gradient of this backward
         self._sharded = [
             OwnedOptimizer(
                 optimizer, parameters, each, weights, self._group, master_dtype, self._bucket_caps, self._engine.lane
@@ -339,9 +339,9 @@ class OwnerDataParallel(DistributedDataParallel):
     def show_owners(self) -> str:
         """Return a table with a row for each rank: the leaves it owns for each optimizer, and its load.
 
-        Leaves are divided so that loads are equal. A load counts elements, or for Muon the multiplications of an
+        Leaves are divided to balance loads. A load counts elements, or for Muon the multiplications of an
         orthogonalization. Wire bytes, the bytes that a rank passes to its collectives, are the same on all ranks. For
-        the bytes on a link call `plan.estimate("1gbit").link_bytes`, with `plan` or one of `weight_plans`.
+        the bytes on a link see `plan.estimate("1gbit").link_bytes`, of `plan` and of each of `weight_plans`.
         """
         lines: list[str] = []
         for each in self._sharded:
@@ -381,8 +381,7 @@ class OwnerDataParallel(DistributedDataParallel):
 
         It has the form of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, so it loads on any number
         of ranks, and into the same optimizers without `own`. If owners keep weights of their own, these are included
-        under "weights". Use `optimizer_checkpoint` instead if the complete state does not fit into the memory of a
-        rank.
+        under "weights". Use `optimizer_checkpoint` instead if the state does not fit into a rank's memory.
         """
         self.require_consistent()
         mine: dict[str, Any] = {}
@@ -590,7 +589,7 @@ def own(
     own it. `torch.nn.utils.clip_grad_norm_` of the model's parameters works unchanged. All ranks must call the same
     steps, clips and checkpoints. Optimizers that mix leaves (a norm over all of them, blocks of several leaves, L-BFGS)
     give wrong results, because each rank has only its own leaves. Those that take norms of single leaves (LAMB, LARS,
-    Adafactor, Muon) are correct: a leaf that is not cut has one owner.
+    Adafactor, Muon) are correct, because their leaves are never cut: each has one owner.
 
     The wrong choice for a small state on a fast link, because a step waits for two hops. If FSDP2 shards the model, its
     optimizer holds shards already: use `fnddp.integrations.fsdp.own_matrices`.
@@ -607,7 +606,7 @@ def own(
         master_dtype: The dtype of owners' weights, such as `torch.float32` for a model in bfloat16; None for that of
             the model.
         cost: Function of a leaf's name and parameter that returns its cost for the owner. None for its number of
-            elements; for Muon, rows x columns x the smaller of both. Each optimizer's leaves are balanced on their own.
+            elements; for Muon, rows x columns x the smaller of both. Balanced per optimizer, costliest leaf first.
         cut: Let several ranks own rows of a leaf of 16,384 elements or more, if the optimizer is one of torch's that
             update each element by itself.
         bucket_cap_mb: See `DistributedDataParallel`; for both hops. None for 25 MiB, or half as much for each rank if

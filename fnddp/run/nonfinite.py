@@ -28,7 +28,7 @@ def has_nonfinite(tensors: Iterable[Tensor], device: Device) -> Tensor | bool:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a real tensor with a minimum, of a dtype that has one, with NaN and infinity where `tensor` has them."""
+    """Return a real tensor, of a dtype with a minimum, that has NaN or infinity where `tensor` has."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
     return tensor if tensor.itemsize > 1 else tensor.float()

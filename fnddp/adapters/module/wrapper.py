@@ -47,17 +47,17 @@ _PREFIX, _SYNC_PREFIX, _PIPELINE = "module.", "sync_state.", "pipeline"
 class DistributedDataParallel(TorchNames):
     """Wrap a module to synchronize its gradients with any pipeline, in place of torch's class of this name.
 
-    Collectives run during backward, as gradients arrive. An unused parameter never makes a step hang: if only some
-    ranks have a gradient for it, the others count as zero; if no rank has one, its `.grad` is unchanged, usually None.
+    Collectives run during backward, as gradients arrive. An unused parameter never makes a step hang. If only some
+    ranks have a gradient for it, it counts as zero on the others; if none has, its `.grad` is unchanged, usually None.
     In a step without an update (`every`), `.grad` is None.
 
     As with torch's class, only gradients that a backward accumulates in the wrapped parameters are synchronized.
     `torch.autograd.grad` and `torch.func` return this rank's own gradients; use `value_and_grad` in functional loops.
 
-    It is an `isinstance` of torch's class. Other arguments of torch's class are accepted without effect: unused
-    parameters are always found, and the plan orders copies and collectives. All ranks must construct it. If backward
-    raises on one rank, the step fails on all: the others raise `StepFailedError` when that rank uses the module again,
-    or `CollectiveError` when it exits or times out. Other ranks do not notice an error before its first gradient.
+    `isinstance` checks for torch's class pass. Its other arguments are accepted without effect: unused parameters are
+    always found, and the plan orders copies and collectives. All ranks must construct it. If backward raises on one
+    rank, the step fails on all: the others raise `StepFailedError` when that rank uses the module again, or
+    `CollectiveError` when it exits or times out. They do not notice an error in forward or loss, before any gradient.
 
     Args:
         module: The module. Its parameters and buffers are made equal to the first rank's.

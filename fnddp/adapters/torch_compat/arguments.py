@@ -83,7 +83,7 @@ def checked_buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: b
 
 
 def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None) -> tuple[int, ...]:
-    """Return bytes of the first buckets, the last for all others too: the list wins; with neither, 1 and 25 MiB."""
+    """Return the sizes of buckets in bytes (the last for all later ones). The list has priority; default 1, 25 MiB."""
     sizes: list[float] = list(bucket_cap_mb_list or ([1, 25] if bucket_cap_mb is None else [bucket_cap_mb]))
     if min(sizes) <= 0:
         raise ValueError(f"{OWNER}: buckets must have a positive size in MiB, got {sizes}")

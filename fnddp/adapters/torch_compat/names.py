@@ -172,7 +172,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         return 1.0 if self._divides_by_initial_world_size or not left else groups.world_size(self._group) / left
 
     def _sync_buffers(self, location: HookLocation, *, has_inputs: bool = True) -> None:
-        """Broadcast buffers, or run the hook that replaces this, if it is due at `location` (before or after forward)."""
+        """Broadcast buffers, or run the hook that replaces this, if due at `location` (before or after forward)."""
         if location != self._buffer_location or not any(self._slots.buffers) or not self.will_sync_module_buffers():
             return
         named = self.named_module_buffers
