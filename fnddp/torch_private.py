@@ -62,7 +62,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # a mode that sees all operations
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves as tree_leaves  # of an operation's arguments
+from torch.utils._pytree import tree_leaves as tree_leaves  # leaves of an operation's arguments
 
 if TYPE_CHECKING:
     import sympy
@@ -744,7 +744,7 @@ class FSDPGroup:
 
     @property
     def reducing(self) -> dist.ProcessGroup | None:
-        """The group that reduces gradients: `shards`, or a group of the same ranks (FSDP's separate one)."""
+        """The group that reduces gradients: `shards`, or the same ranks' `set_separate_reduce_scatter_group`."""
         return getattr(self._group.mesh_info, "reduce_scatter_process_group", None) or self.shards
 
     @property

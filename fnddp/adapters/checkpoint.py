@@ -112,7 +112,7 @@ class Checkpoint:
         return {self._prefix + key: value for key, value in self._about([]).items()}
 
     def require_alone(self, ranks: Collection[int]) -> None:
-        """Raise a ValueError if `ranks` save together and some have other parameters. Subclasses may override it."""
+        """Raise a ValueError if `ranks` save together and some have other parameters; this base class never does."""
 
     def saved_by(self, saved: Mapping[str, Any]) -> int:
         """Return the number of ranks that saved the checkpoint `saved`."""

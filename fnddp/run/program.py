@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Buffer:
-    """The memory of a collective: what it sends and receives, the same memory for an in-place collective.
+    """The memory of a collective: a send buffer and a receive buffer, the same one for an in-place collective.
 
     With `views_apart` each slice looks like separate memory. Inductor needs this: it otherwise computes each element of
     a buffer from everything that is written to the buffer.

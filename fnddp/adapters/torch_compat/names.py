@@ -110,7 +110,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
             self.finalize_backward()
 
     def finalize_backward(self) -> None:
-        """Raise the RuntimeError that torch's class raises if the caller is not required to end backwards."""
+        """Raise a RuntimeError, as torch's class does if the caller is not required to end backwards."""
         raise RuntimeError(
             f"{OWNER}: a step ends with its backward, where all ranks agree on it, so that none is left to the caller; "
             "leave out finalize_backward() and require_manual_backward_finalization"
