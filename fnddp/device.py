@@ -1,7 +1,7 @@
-"""Devices, and the order of operations on them: the only file that distinguishes kinds of devices.
+"""Devices, and the order of operations on them. This is the only file that distinguishes kinds of devices.
 
-On the CPU an operation has ended when its call returns: there are no streams, and nothing waits. An accelerator of any
-kind that torch knows runs asynchronously, in streams. To add a kind of device, write a class and `register` it.
+On the CPU an operation has ended when its call returns, so there are no streams and nothing waits. An accelerator of
+any kind that torch knows runs asynchronously, in streams. To add a kind of device, write a class and `register` it.
 """
 
 import os
@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 Stream: TypeAlias = Any
-"""A queue of operations: a `torch.Stream`, or whatever the device makes; None on the CPU."""
+"""A queue of operations: a `torch.Stream`, or another object of the device; None on the CPU."""
 
 Mark: TypeAlias = Any
 """A point in time: an event of a device, or seconds."""
 
 
 class Device:
-    """Operations on streams and events of a device; this class is for the CPU.
+    """Operations on streams and events of a device. This class is for the CPU; others are subclasses.
 
     Args:
         device: The `torch.device`.
@@ -31,10 +31,10 @@ class Device:
     Attributes:
         device: The `torch.device`.
         is_asynchronous: True if calls of operations return before the operations have ended.
-        light_bytes: Size up to which the call of an operation costs more than its pass over memory.
-        divides_lists_alike: True if a division of a list of tensors by a number has the bits of those of each of them.
-        converts_in_place: True if an operation on elements reads other dtypes without a pass of its own for that.
-        has_slow_pages: True if new memory costs many times what it costs to fill it, as pages of the system do.
+        light_bytes: Size up to which an operation's call costs more than its pass over memory.
+        divides_lists_alike: True if dividing a list of tensors by a number gives the same bits as dividing each.
+        converts_in_place: True if an elementwise operation reads other dtypes without a separate pass for conversion.
+        has_slow_pages: True if allocating memory costs many times more than filling it, as with system pages.
     """
 
     is_asynchronous = False
@@ -47,22 +47,22 @@ class Device:
         self.device = device
 
     def stream(self) -> Stream:
-        """Return a new stream, other than the one on which the user computes."""
+        """Return a new stream, different from the user's."""
         return None
 
     def current(self) -> Stream:
-        """Return the stream of the operations that this thread starts."""
+        """Return the stream on which this thread starts operations."""
         return None
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Start operations on `stream` within the block."""
+        """Make operations in the block start on `stream`."""
         return _NOTHING
 
     def wait(self, stream: Stream, other: Stream) -> None:
-        """Make `stream` wait for all that has been started on `other`; the host does not wait."""
+        """Make `stream` wait for everything started on `other` so far. The host does not wait."""
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """Let the memory of `tensor` be reused only when `stream` has done all that has been started on it."""
+        """Prevent reuse of the memory of `tensor` until `stream` has done everything started on it so far."""
 
     def selected(self) -> AbstractContextManager[object]:
         """Make this the current device of its kind within the block."""
@@ -73,14 +73,14 @@ class Device:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def to_host(self, tensor: Tensor) -> Callable[[], list[int]]:
-        """Return a function that returns the numbers of `tensor`; the host waits for them when it is called.
+        """Return a function that returns the numbers of `tensor`. The host waits for them when it calls the function.
 
-        The tensor's memory must belong to the current stream, which copies the numbers.
+        The tensor's memory must belong to the current stream, because that stream copies the numbers.
         """
         return tensor.tolist
 
     def mark(self, stream: Stream) -> Mark:
-        """Return a mark of the time at which `stream` has done all that has been started on it."""
+        """Return a mark of the time when `stream` has done everything started on it so far."""
         return time.perf_counter()
 
     def seconds(self, begin: Mark, end: Mark) -> float:
@@ -88,11 +88,11 @@ class Device:
         return end - begin
 
     def future(self) -> "torch.futures.Future[Any]":
-        """Return a future of a result on this device: a stream that waits for the future waits for the result."""
+        """Return a future of a result on this device. A stream that waits for the future waits for the result."""
         return torch.futures.Future()
 
     def synchronize(self) -> None:
-        """Wait, on the host, for all that has been started."""
+        """Make the host wait for everything started so far."""
 
     @property
     def name(self) -> str:
@@ -101,24 +101,24 @@ class Device:
 
     @property
     def backend(self) -> str:
-        """The backend that torch.distributed takes for it."""
+        """The backend that torch.distributed uses for it by default."""
         return dist.get_default_backend_for_device(self.device)
 
 
 class Meta(Device):
-    """No device: tensors have no memory."""
+    """The meta device: tensors have no memory."""
 
     has_slow_pages = False
 
 
 class Accelerator(Device):
-    """A device behind `torch.accelerator`: CUDA, ROCm, XPU, NPU and what else torch knows."""
+    """A device of `torch.accelerator`: CUDA, ROCm, XPU, NPU, and others that torch knows."""
 
     is_asynchronous = True
     light_bytes = 2**24
     has_slow_pages = False  # torch caches memory
     converts_in_place = True
-    divides_lists_alike = False  # CUDA divides a tensor by multiplying with the inverse, but not a list of tensors
+    divides_lists_alike = False  # CUDA multiplies by the inverse for a tensor, but not for a list of tensors
 
     def stream(self) -> Stream:
         return torch.Stream(self.device)
@@ -133,14 +133,14 @@ class Accelerator(Device):
         stream.wait_stream(other)
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
-        if tensor.device == self.device:  # a part of a state may be on the host
+        if tensor.device == self.device:  # parts of a state may be on the host
             tensor.record_stream(stream)
 
     def selected(self) -> AbstractContextManager[object]:
         return torch.accelerator.device_index(self.device.index)
 
     def of_host(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        # From pinned memory: for a copy from other memory the host would wait for all that was started before.
+        # From pinned memory: to copy from other memory, the host would wait for everything started before.
         return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(self.device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Callable[[], list[int]]:
@@ -183,7 +183,7 @@ _KINDS: dict[str, type[Device]] = {"cpu": Device, "meta": Meta}
 
 
 def register(kind: str, device: type[Device]) -> None:
-    """Use `device` for tensors whose `device.type` is `kind`."""
+    """Use the class `device` for tensors with the `device.type` `kind`."""
     _KINDS[kind] = device
     device_of.cache_clear()
 
@@ -195,7 +195,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def device_of_backends(backends: str) -> torch.device:
-    """Return the device on which a process group with these backends takes payloads: the CPU, if one supports it."""
+    """Return the device for payloads of a process group with these backends: the CPU, if one of them supports it."""
     kind = accelerator()
     if kind is None or "cpu:" in backends:
         return torch.device("cpu")
@@ -203,10 +203,10 @@ def device_of_backends(backends: str) -> torch.device:
 
 
 def one_of(devices: Mapping[str, torch.device]) -> torch.device:
-    """Return the device of all leaves, given by path: the CPU if there are none.
+    """Return the device of all leaves, given by path; the CPU if there are none.
 
     Raises:
-        ValueError: They are on several.
+        ValueError: The leaves are on several devices.
     """
     first = next(iter(devices.items()), ("", torch.device("cpu")))
     for path, device in devices.items():
@@ -235,25 +235,25 @@ def accelerator() -> str | None:
 
 
 def select(kind: str, rank: int, ranks: int) -> None:
-    """Make the device of this rank of a host the current one of its kind, before the process group is made.
+    """Select this rank's device on the host as the current one of its kind, before the process group is created.
 
-    More ranks than devices share them, which NCCL must be told: that is CUDA's alone.
+    If there are more ranks than devices, they share devices, and NCCL needs a setting for that (CUDA only).
     """
     if kind == "cpu":
         return
     count = torch.accelerator.device_count()
     if ranks > count:
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-        os.environ["NCCL_HOSTID"] = f"fnddp-{rank}"  # or it refuses two ranks of one host on one device
+        os.environ["NCCL_HOSTID"] = f"fnddp-{rank}"  # otherwise NCCL refuses two ranks of one host on one device
     torch.accelerator.set_device_index(rank % count)
 
 
 def current(kind: str) -> torch.device:
-    """Return the device of this kind that has been selected."""
+    """Return the selected device of this kind."""
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def built_for() -> str:
-    """Return what torch was built for: the toolkit of accelerators and its version, or "cpu"."""
+    """Return the platform that torch was built for: an accelerator toolkit with its version, or "cpu"."""
     names = ("cuda", "hip", "xpu")
     return next((f"{name} {made}" for name in names if (made := getattr(torch.version, name, None))), "cpu")

@@ -1,7 +1,7 @@
-"""The laws that every pipeline keeps, as functions: for the transforms of this package, and for anyone's.
+"""The laws that every pipeline keeps, as functions, to test the transforms of this package or your own.
 
-A law is a function of `(rank, sync, grads)` that every rank runs: `sync` is a pipeline over the default group, and
-`grads(rank, step)` returns a rank's gradients in a step, the same at each call. `check` runs all that apply.
+A law is a function of `(rank, sync, grads)` that every rank runs. `sync` is a pipeline over the default group, and
+`grads(rank, step)` returns a rank's gradients in a step, the same at each call. `check` runs all laws that apply.
 """
 
 import copy
@@ -39,7 +39,7 @@ from fnddp.wire.groups import current, within, world_size
 from fnddp.wire.weights import Weight
 
 Grads: TypeAlias = Callable[[int, int], Tree]
-"""Type of `grads(rank, step)`: a rank's gradients in a step; tree, shapes and dtypes are equal on all ranks."""
+"""Type of `grads(rank, step)`: a rank's gradients in a step. Tree, shapes and dtypes are equal on all ranks."""
 
 Law: TypeAlias = Callable[[int, Sync, Grads], None]
 
@@ -47,11 +47,11 @@ STEPS = 4
 
 # Memory that a step may write over, in jit, value_and_grad, DistributedDataParallel and register.
 DONATIONS = (Donation(), Donation("yes"), Donation("yes", True), Donation("at_end", True))
-SMALL_BUCKETS = (200, 500)  # so that a few small leaves take several slots
+SMALL_BUCKETS = (200, 500)  # bytes; a few small leaves then fill several buckets
 
 
 class LawError(AssertionError):
-    """A pipeline breaks a law. Names the law, the rank, the number of ranks, the leaf, and the difference."""
+    """A pipeline breaks a law. The message names the law, the rank, the number of ranks, the leaf and the error."""
 
 
 def check(
@@ -63,20 +63,19 @@ def check(
 ) -> None:
     """Check that `sync` keeps every law that applies to it.
 
-    Law 5 (the exact mean) applies where `sent` is the input, law 8 (error feedback) to means, law 9 (text) to
-    registered transforms, law 11 (weights) to means over one group, and law 12 to `to_owners`, in place of laws about
-    means that all ranks have. A pipeline that cannot be lowered runs as engines run it, as a whole. Numbers that are
-    added up on several ranks may differ by roundings of the leaf's dtype, of float32, and of each `cast` in the
-    pipeline.
+    Law 5 (the exact mean) applies if `sent` is the input, law 8 (error feedback) to means, law 9 (text) to registered
+    transforms, law 11 (weights) to means over one group. Law 12 applies to `to_owners`, and replaces the laws about
+    means that all ranks have. A pipeline that cannot be lowered runs as a single segment, as in engines. Sums over
+    several ranks may differ by roundings of the leaf's dtype, of float32, and of each `cast` in the pipeline.
 
     Args:
         sync: A pipeline over the default group, or its text, such as `my_transform(allreduce)`. Try several nestings.
-        ranks: World sizes to try, on threads. One rank alone cannot disagree with another.
+        ranks: World sizes to try, on threads. Include some above 1, because one rank cannot disagree with another.
         grads: `grads(rank, step)`: a rank's gradients in that step, the same at each call. None for trees of 0 to 9
-            leaves: matrices and a channels-last convolution; all dtypes, integers and bools too; a bare tensor.
-        on: "threads" of this process, or "gloo": the ranks of the default process group, which all have to call this
-            (without one, this process is the only rank). On threads, sums are in rank order, so law 6 holds to the bit;
-            in a ring of more than two ranks they are not, and law 6 holds up to rounding.
+            leaves: matrices and a channels-last convolution; all dtypes including integers and bools; a bare tensor.
+        on: "threads" of this process, or "gloo" for the ranks of the default process group, which must all call this
+            (without a group, this process is the only rank). On threads sums are in rank order, so law 6 holds bitwise;
+            a ring of more than two ranks has another order, and law 6 holds up to rounding.
 
     Raises:
         LawError: A law is broken.
@@ -99,7 +98,7 @@ def check(
 
 
 def check_on_rank(rank: int, sync: Sync, grads: Grads, traces: Traces | None = None) -> None:
-    """Check all laws that apply, on one rank of several, with `traces` that it may share with the others."""
+    """Check all laws that apply, on one rank of several. The ranks may share `traces`."""
     if sync.takes_weight:
         grads = functools.partial(_scalable, grads)
     for law in LAWS:
@@ -108,7 +107,7 @@ def check_on_rank(rank: int, sync: Sync, grads: Grads, traces: Traces | None = N
 
 
 def applies(law: Law, sync: Sync) -> bool:
-    """Return True if `law` is about pipelines such as `sync`; law 5 needs one that `loses_nothing`, too."""
+    """Return True if `law` is about pipelines such as `sync`. Law 5 also needs a pipeline that `loses_nothing`."""
     halves = {type(each) for each in all_in(sync)} & {to_owners, to_all}
     if law in (law_1_outputs_are_like_inputs, law_12_what_owners_have_is_the_mean):
         return (to_owners in halves) == (law is law_12_what_owners_have_is_the_mean)
@@ -134,7 +133,7 @@ def applies(law: Law, sync: Sync) -> bool:
 
 
 def loses_nothing(rank: int, sync: Sync, grads: Grads) -> bool:
-    """Return True if `sent` is the input to the bit, on all ranks and in all steps."""
+    """Return True if `sent` is bitwise equal to the input, on all ranks and in all steps."""
     same = [bits(done.sent) == bits(leaves) for leaves, done in _exchanges(sync, grads, rank)]
     return all(gather(all(same)))
 
@@ -148,7 +147,7 @@ LAWS: list[Law] = []
 
 
 def _stated(law: Callable[..., None]) -> Callable[..., None]:
-    """Put `law` on the list, and add the law, the pipeline, and the number of ranks to each error in `law`."""
+    """Add `law` to the list of laws, and the law, the pipeline and the number of ranks to each error that it raises."""
 
     @functools.wraps(law)
     def checked(rank: int, sync: Sync, grads: Grads, **options: Any) -> None:
@@ -182,8 +181,8 @@ def _stated(law: Callable[..., None]) -> Callable[..., None]:
 def law_1_outputs_are_like_inputs(rank: int, sync: Sync, grads: Grads) -> None:
     """The mean has the tree, shapes, dtypes and devices of the gradients, and the next state those of the last one.
 
-    The mean is None for a leaf without an update in a step, of a pipeline that skips. That of finite gradients
-    is finite, and of NaN is not, unless `hides_nonfinite` is True.
+    The mean is None for a leaf without an update, in a pipeline that skips steps. The mean of finite gradients is
+    finite, and with a NaN it is not, unless `hides_nonfinite` is True.
     """
     example = grads(rank, 0)
     leaves, spec = tree.flatten(example)
@@ -203,11 +202,11 @@ def law_1_outputs_are_like_inputs(rank: int, sync: Sync, grads: Grads) -> None:
             finite = not tree.is_inexact(leaf) or bool(leaf.isfinite().all())
             of = "finite gradients" if step < STEPS else "zeros"
             _require(finite, f"step {step}: leaf {path!r}: the mean of {of} is not finite")
-    if not sync.agrees or sync.hides_nonfinite or not sync.traceable:  # of which some raise
+    if not sync.agrees or sync.hides_nonfinite or not sync.traceable:  # some of these raise
         return
     spoiled = {path: torch.full_like(leaf, math.nan) for path, leaf in leaves.items() if tree.is_inexact(leaf)}
     state, given = sync.init(example), list[Tensor]()
-    for _ in range(STEPS):  # of which each may send another part
+    for _ in range(STEPS):  # each step may send another part
         done = exchanged(sync, leaves | spoiled, state)
         state = done.state
         given += [done.mean[path] for path in spoiled.keys() & done.mean.keys() if done.mean[path].numel()]
@@ -217,7 +216,7 @@ def law_1_outputs_are_like_inputs(rank: int, sync: Sync, grads: Grads) -> None:
 
 @_stated
 def law_2_all_ranks_get_the_same_bits(rank: int, sync: Sync, grads: Grads) -> None:
-    """The mean, and the replicated parts of the state, are the same on all ranks to the bit."""
+    """The mean, and the replicated parts of the state, are bitwise the same on all ranks."""
     means, state = run(sync, grads, rank)
     shared = {f"the state {part.path!r}": part.value for part in parts(state) if part.kind == REPLICATED}
     for step, mean in enumerate(means):
@@ -248,14 +247,14 @@ def law_3_inputs_are_unmodified(rank: int, sync: Sync, grads: Grads) -> None:
 
 @_stated
 def law_4_sent_reduces_to_mean(rank: int, sync: Sync, grads: Grads) -> None:
-    """The mean over ranks of `sent` is `mean` (or their sum, max or min, where the reducer takes that).
+    """The mean of `sent` over ranks is `mean` (or its sum, max or min, if the reducer computes that).
 
     It is zero for leaves without an update.
     """
     scale = 0.0
     for step, (_, done) in enumerate(_exchanges(sync, grads, rank)):
         everyone = gather(done.sent)
-        # The largest of all steps so far: a memory has the roundings of earlier ones, also where gradients are zeros.
+        # The largest of all steps so far: a memory contains roundings of earlier steps, even if gradients are zeros.
         scale = max(scale, _largest(everyone))
         mean = {path: done.mean.get(path, torch.zeros_like(sent)) for path, sent in done.sent.items()}
         want, what = _reduce(everyone, _op(sync)), f"the {_op(sync)} over ranks of sent"
@@ -282,13 +281,13 @@ def law_6_lowered_is_eager(
     seed: int = 0,
     traces: Traces | None = None,
 ) -> None:
-    """An engine returns the means and states of the pipeline itself, bit for bit, in any order of the gradients.
+    """An engine returns the means and states of the pipeline itself, bit for bit, for any order of the gradients.
 
-    If a backend's order of summation depends on an element's position: up to rounding, and equal on all ranks.
+    If a backend's order of summation depends on an element's position, they differ by roundings, equal on all ranks.
     """
-    # Lowering takes longer than all the rest, so each number of ranks tries the donation of one adapter only.
+    # Lowering takes longer than everything else, so each number of ranks tries the donation of one adapter only.
     donation = DONATIONS[world_size(None) % len(DONATIONS)] if donation is None else donation
-    exact = world_size(None) <= 2 or dist.get_backend() == "threaded"  # an element's parts are added in one order
+    exact = world_size(None) <= 2 or dist.get_backend() == "threaded"  # all elements are summed in one order
     order = random.Random(1000 * seed + rank)  # a different order on each rank
     learns_order = (seed + world_size(None)) % 2 == 1
     engine = make_engine(sync, grads(rank, 0), donation, learns_order, traces)
@@ -298,10 +297,10 @@ def law_6_lowered_is_eager(
     got: list[Leaves] = []
     for step in range(STEPS):
         if not exact and step:
-            expected = copy.deepcopy(engine.state)  # or roundings would add up over the steps
+            expected = copy.deepcopy(engine.state)  # otherwise roundings accumulate over the steps
         mean, expected = called(sync, grads(rank, step), expected)
         done = engine_step(engine, start, grads(rank, step), order)
-        start = None  # from then on only the engine holds its state, and writes over it
+        start = None  # from now on only the engine holds its state, and writes over it
         want.append(tree.flatten(mean)[0])
         got.append(done.mean)
         where = f"step {step} with {donation}"
@@ -323,7 +322,7 @@ def law_6_lowered_is_eager(
 
 @_stated
 def law_7_resuming_is_exact(rank: int, sync: Sync, grads: Grads) -> None:
-    """Saving the state, loading it and continuing gives the same results as continuing, to the bit."""
+    """Saving the state, loading it and continuing gives bitwise the same results as continuing."""
     _require_resuming(lambda state, steps: run(sync, grads, rank, steps, state), lambda: sync.init(grads(rank, 0)))
 
 
@@ -337,9 +336,9 @@ def law_7_resuming_an_engine_is_exact(
     seed: int = 0,
     traces: Traces | None = None,
 ) -> None:
-    """An engine that starts from the saved state of another continues with the same results, to the bit."""
+    """An engine that starts from the saved state of another continues with bitwise the same results."""
     order = random.Random(1000 * seed + rank)
-    traces = Traces() if traces is None else traces  # of both: a trace takes longer than all the rest
+    traces = Traces() if traces is None else traces  # shared, because a trace takes longer than everything else
     first, another = [make_engine(sync, grads(rank, 0), donation, traces=traces) for _ in range(2)]
 
     def steps(state: State, numbers: range) -> tuple[list[Tree], State]:
@@ -354,7 +353,7 @@ def law_7_resuming_an_engine_is_exact(
 
 @_stated
 def law_12_what_owners_have_is_the_mean(rank: int, sync: Sync, grads: Grads) -> None:
-    """What ranks own of a leaf, put together in rank order, is the mean over ranks of `sent`."""
+    """The parts of a leaf that ranks own, concatenated in rank order, are the mean of `sent` over ranks."""
     scale = 0.0
     for step, (leaves, done) in enumerate(_exchanges(sync, grads, rank)):
         everyone, owned = gather(done.sent), gather(done.mean)
@@ -385,9 +384,9 @@ def _require_resuming(run: Callable[[State, range], tuple[list[Tree], State]], i
 
 @_stated
 def law_8_error_feedback_loses_nothing(rank: int, sync: Sync, grads: Grads) -> None:
-    """With error feedback the sum of all outputs plus the mean residual is the sum of all mean gradients.
+    """With error feedback, the sum of all outputs plus the mean residual equals the sum of all mean gradients.
 
-    Residuals of int8 lose up to half a level in each step on each rank.
+    int8 residuals lose up to half a level in each step on each rank.
     """
     remembering = _remembering(sync)
     assert remembering is not None
@@ -411,7 +410,7 @@ def law_8_error_feedback_loses_nothing(rank: int, sync: Sync, grads: Grads) -> N
 
 @_stated
 def law_9_text_parses_back(rank: int, sync: Sync, grads: Grads) -> None:
-    """`parse(repr(sync))` returns a pipeline that is equal, has the same hash, and prints the same text."""
+    """`parse(repr(sync))` returns an equal pipeline, with the same hash and the same text."""
     again = parse(repr(sync))
     _require(again == sync and hash(again) == hash(sync), f"parse gives {again!r}, which is not equal to it")
     _require(repr(again) == repr(sync), f"parse gives {again!r}")
@@ -419,9 +418,9 @@ def law_9_text_parses_back(rank: int, sync: Sync, grads: Grads) -> None:
 
 @_stated
 def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
-    """An exchange on n virtual ranks gives the result of n real ranks: to the bit if all reducers are carriers and no
-    step multiplies matrices or sums whole leaves, otherwise up to rounding. In the second case codecs are not compared,
-    because a rounding may change what they choose (the largest, a sign, the nearest level).
+    """An exchange on n virtual ranks gives the result of n real ranks: bitwise if all reducers are carriers and no step
+    multiplies matrices or sums whole leaves, otherwise up to rounding. In the second case codecs are not compared,
+    because a rounding may change their choice (the largest element, a sign, the nearest level).
     """
     n, state = world_size(None), sync.init(grads(rank, 0))
     simulation = simulate(sync, n)
@@ -432,7 +431,7 @@ def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
             done = exchanged(sync, leaves, state)
         exact = not sums.found and (n == 1 or _only_carries(sync))
         everyone: list[Any] = gather((leaves, state, done))
-        state = done.state  # the real one, or roundings would add up over the steps
+        state = done.state  # the real one; otherwise roundings accumulate over the steps
         if rank == 0 and (exact or not any(isinstance(each, Codec) for each in all_in(sync))):
             stacked = {path: torch.stack([mine[path] for mine, _, _ in everyone]) for path in leaves}
             try:
@@ -457,12 +456,12 @@ def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
 
 @_stated
 def law_11_weighted_is_pooled(rank: int, sync: Sync, grads: Grads) -> None:
-    """`weighted(sync)` is `sync` of gradients times n w / W, for weights w of n ranks with the sum W, to the bit."""
+    """For weights w of n ranks with the sum W, `weighted(sync)` is bitwise `sync` of the gradients times n w / W."""
     n = world_size(None)
     pooled = weighted(sync)
     plain = state = sync.init(_scalable(grads, rank, 0))
     for step in range(STEPS):
-        weights = [float((3 * other + step) % 4) for other in range(n)]  # other ones in each step, zeros among them
+        weights = [float((3 * other + step) % 4) for other in range(n)]  # different in each step, some of them 0
         weights[step % n] += 1.0
         mine = _scalable(grads, rank, step)
         scale = torch.tensor(weights[rank], dtype=torch.float64) / (torch.tensor(weights).double().sum() / n)
@@ -474,7 +473,7 @@ def law_11_weighted_is_pooled(rank: int, sync: Sync, grads: Grads) -> None:
 
 
 LOWERED: tuple[Law, ...] = (law_6_lowered_is_eager, law_7_resuming_an_engine_is_exact)
-"""Laws that lower the pipeline, which takes longest, and therefore share `traces`."""
+"""Laws that lower the pipeline. That takes longest, so they share `traces`."""
 
 
 def weight_of(sync: Sync) -> float | None:
@@ -497,7 +496,7 @@ def exchanged(sync: Sync, leaves: Leaves, state: State) -> Exchange:
 def run(
     sync: Sync, grads: Grads, rank: int, steps: range = range(STEPS), state: State = None
 ) -> tuple[list[Tree], State]:
-    """Return the means of `steps`, and the last state."""
+    """Return the means of all `steps`, and the last state."""
     state = sync.init(grads(rank, 0)) if state is None else state
     means: list[Tree] = []
     for step in steps:
@@ -531,13 +530,13 @@ def make_engine(
     learns_order: bool = False,
     traces: Traces | None = None,
 ) -> Engine:
-    """Return an engine for such gradients, with buckets so small that they take several slots."""
+    """Return an engine for such gradients, with buckets so small that there are several."""
     leaves = {path: LeafSpec.of(leaf) for path, leaf in tree.flatten(grads)[0].items()}
     return Engine(sync, leaves, donation=donation, learns_order=learns_order, bucket_caps=SMALL_BUCKETS, traces=traces)
 
 
 def engine_step(engine: Engine, state: State, grads: Tree, order: random.Random) -> Synchronized:
-    """Run a step of `engine` from `state`, None for its own, on copies of `grads` in an order drawn from `order`."""
+    """Run a step of `engine` from `state` (None for its own) on copies of `grads`, in a random order from `order`."""
     leaves, _ = tree.flatten(grads)
     step = engine.begin(state, weight=weight_of(engine.sync))
     for path in order.sample(list(leaves), len(leaves)):
@@ -553,7 +552,7 @@ def gather(value: Any) -> list[Any]:
     if not dist.is_initialized():
         return [value]
     everyone, packed = [b""] * world_size(None), io.BytesIO()
-    pickler = pickle.Pickler(packed)  # of tensors as their bytes, row-major: torch's own way takes ten times as long
+    pickler = pickle.Pickler(packed)  # pickles a tensor as row-major bytes: torch's own way takes ten times as long
     pickler.dispatch_table = {Tensor: lambda leaf: (_unpickled, (_bytes(leaf), leaf.dtype, leaf.shape, leaf.device))}
     pickler.dump(value)
     dist.all_gather_object(everyone, packed.getvalue())
@@ -566,7 +565,7 @@ def _unpickled(data: bytes, dtype: torch.dtype, shape: Sequence[int], device: to
 
 
 def bits(value: Any) -> list[Any]:
-    """Return a list that is equal to that of another value if and only if all leaves have the same bits."""
+    """Return a list that is equal for two values if and only if all their leaves have the same bits."""
     return [_bytes(part.value) if isinstance(part.value, Tensor) else part.value for part in parts(value)]
 
 
@@ -576,7 +575,7 @@ def _bytes(leaf: Tensor) -> bytes:
 
 
 class _Sums(TorchDispatchMode):
-    """Recorder of operations that sum in another order under vmap: products, sums of whole leaves."""
+    """A mode that detects operations with another order of summation under vmap: products, sums of whole leaves."""
 
     found = False
 
@@ -597,13 +596,13 @@ def rounding(sync: Sync, *dtypes: torch.dtype) -> float:
 def summed(sync: Sync) -> float:
     """Return the rounding error that a sum over ranks may have in addition to that of a leaf's own dtype.
 
-    A rank alone adds nothing up: what a cast loses must be accounted for.
+    It is 0 for one rank, because nothing is summed: the loss of a `cast` must then be in `sent`.
     """
     return rounding(sync) if world_size(None) > 1 else 0.0
 
 
 def _remembering(sync: Sync) -> error_feedback | None:
-    """Return `sync` with error feedback; None where it remembers in another way."""
+    """Return `sync` with error feedback; None if it has another kind of memory."""
     if isinstance(sync, error_feedback) and sync.decay == 1:
         return sync
     return None if any(each.remembers for each in all_in(sync)) else error_feedback(sync)
@@ -630,7 +629,7 @@ def _largest(everyone: Sequence[Leaves]) -> float:
 
 
 def _scale(grads: Grads, step: int) -> float:
-    """Return the largest norm of a leaf on any rank: roundings are relative to it."""
+    """Return the largest norm of a leaf on any rank. Roundings are relative to it."""
     return _largest([_leaves(grads, rank, step) for rank in range(world_size(None))])
 
 
@@ -646,7 +645,7 @@ def _reduce(everyone: Sequence[Leaves], op: str) -> Leaves:
         wide: Tensor = getattr(torch, {"max": "amax", "min": "amin"}.get(op, op))(stack, 0)
         if not tree.is_inexact(leaf):
             wide = (wide + 0.5).floor()  # a mean of integers is rounded to the nearest, halves up
-        # a sum of bools is whether any is True
+        # A sum of bools is True if any is True.
         reduced[path] = wide.clamp(max=1) if leaf.dtype == torch.bool else wide
     return reduced
 
@@ -696,9 +695,9 @@ def _difference(got: Any, want: Any) -> str:
 def _require_near(
     got: Tree, want: Tree, what: str, of: str, eps: float, scale: float, terms: int, lost: float = 0.0
 ) -> None:
-    """Raise unless equal up to `lost` plus `terms` roundings, by `eps` or the leaf's own, at `scale`.
+    """Raise unless values are equal up to `lost` plus `terms` roundings (of `eps` or the leaf's dtype) at `scale`.
 
-    Integers are exact.
+    Integers must be equal.
     """
     for one, other in zip(parts(got), parts(want), strict=True):
         where = f"{what} {one.path!r}: {of} and what the pipeline gives are"
@@ -712,7 +711,7 @@ def _require_near(
 
 
 def _normal(rank: int, step: int) -> Callable[..., Tensor]:
-    """Return a function that draws tensors, different ones on each rank and in each step."""
+    """Return a function that draws random tensors, different on each rank and in each step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -724,7 +723,7 @@ def _normal(rank: int, step: int) -> Callable[..., Tensor]:
 
 
 class WeightAndBias(NamedTuple):
-    """Two leaves of the tree `mixed`."""
+    """A node of the tree `mixed` with two leaves."""
 
     weight: Any
     bias: Any
@@ -742,7 +741,7 @@ def model(rank: int, step: int) -> Tree:
 
 
 def mixed(rank: int, step: int) -> Tree:
-    """Return a nested tree of all dtypes, with a scalar, a leaf without elements, and strided ones."""
+    """Return a nested tree of all dtypes, with a scalar, a leaf without elements, and strided leaves."""
     normal = _normal(rank, step)
     half, brain = torch.float16, torch.bfloat16
     return {
@@ -758,7 +757,7 @@ def mixed(rank: int, step: int) -> Tree:
 
 
 def bare(rank: int, step: int) -> Tree:
-    """Return one tensor, whose path is the empty string."""
+    """Return one tensor. Its path is the empty string."""
     return _normal(rank, step)(11, 7)
 
 

@@ -1,7 +1,7 @@
-"""Every private name of torch that the library uses, and why: a new release of torch may break these.
+"""All private names of torch that the library uses, and why. A new release of torch may break them.
 
-The imports at the top load only what `import torch` has loaded. Functions import what needs torch._dynamo or sympy
-themselves, because that takes seconds.
+The imports at the top load only modules that `import torch` has loaded. Modules that need torch._dynamo or sympy are
+imported within functions, because that takes seconds.
 """
 
 # pyright: reportPrivateUsage=false
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 _MIN_TORCH = (2, 11)
-if tuple(map(int, str(torch.__version__).split(".")[:2])) < _MIN_TORCH:  # before an import that an older one lacks
+if tuple(map(int, str(torch.__version__).split(".")[:2])) < _MIN_TORCH:  # before imports that older versions lack
     raise ImportError(
         f"fnddp needs torch {'.'.join(map(str, _MIN_TORCH))} or later; found {torch.__version__}", name="torch"
     )
@@ -60,9 +60,9 @@ from torch.fx import _symbolic_trace
 from torch.fx.proxy import GraphAppendingTracer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees what is done
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # a mode that sees all operations
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves as tree_leaves  # of an operation's arguments
+from torch.utils._pytree import tree_leaves as tree_leaves  # leaves of an operation's arguments
 
 if TYPE_CHECKING:
     import sympy
@@ -73,12 +73,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # Autograd's engine.
 
 
-is_profiling: Callable[[], bool] = _C._autograd._profiler_enabled  # in this thread
-current_backward: Callable[[], int] = _C._current_graph_task_id  # id of the one that this thread runs; -1 if none
-next_node_number: Callable[[], int] = _C._autograd._get_sequence_nr  # of the next autograd node made in this thread
+is_profiling: Callable[[], bool] = _C._autograd._profiler_enabled  # True if a profiler runs in this thread
+current_backward: Callable[[], int] = _C._current_graph_task_id  # id of the backward that this thread runs; -1 if none
+next_node_number: Callable[[], int] = _C._autograd._get_sequence_nr  # of autograd, in this thread
 
 will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
-"""Return whether the current backward runs a node; a RuntimeError where `torch.autograd.grad` takes the gradient."""
+"""Return whether the current backward runs a node; a RuntimeError if `torch.autograd.grad` returns its gradient."""
 
 
 def is_within_backward() -> bool:
@@ -96,7 +96,7 @@ def nodes_of_outer_backward() -> list[Any] | None:
     """Return the nodes that follow in the outermost backward, if the current backward was called within another.
 
     Returns:
-        The nodes after the Function whose backward made the call; an empty list if a hook did; None if not nested.
+        The nodes after the Function that called the inner backward; [] if a hook called it; None if not nested.
     """
     frame, backwards, outermost = sys._getframe(), 0, None
     while frame is not None:
@@ -115,13 +115,13 @@ _OF_FUNCTIONS = {
 
 
 def is_compiled_autograd() -> bool:
-    """Return whether compiled autograd runs this backward, or would run one that began here."""
-    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # it cannot be on before this module is imported
+    """Return whether compiled autograd runs this backward, or would run a backward that begins now."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # without this module it cannot be on
     return compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region)
 
 
 def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Let the block write to `tensors` that a backward has saved, without an error of autograd."""
+    """Let the block write to `tensors` that autograd has saved for backward, without an error."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
@@ -129,20 +129,20 @@ def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
 
 
 def storage_use_count(tensor: Tensor) -> int:
-    """Return the number of tensors, views included, that share the memory of `tensor`, as CUDA graph trees count it."""
+    """Return the number of tensors, including views, that share the memory of `tensor` (as CUDA graph trees count)."""
     if _C._storage_Use_Count(_C._storage_address(tensor)) == 1:
         return 1
-    storage = tensor.untyped_storage()  # counts too, as long as Python keeps the object
+    storage = tensor.untyped_storage()  # this object adds 1 to the count while it exists
     return _C._storage_Use_Count(storage._cdata) - 1
 
 
 def is_foreign(tensor: Tensor) -> bool:
-    """Return whether another library (numpy, or one that speaks DLPack) shares the memory, which torch may not grow."""
+    """Return whether another library shares the memory (numpy, or by DLPack). torch may not resize such memory."""
     return not tensor.untyped_storage().resizable()
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Return whether others may read the memory of `tensor`, which must then not be written over."""
+    """Return whether others may read the memory of `tensor`, so that it must not be written over."""
     return storage_use_count(tensor) > 1 or is_foreign(tensor)
 
 
@@ -150,39 +150,39 @@ def is_held(tensor: Tensor) -> bool:
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """Disable autocast in the block: it would compute factors in half precision."""
+    """Disable autocast in the block, because it would compute factors in half precision."""
     return _without_known_autocasts() if torch.compiler.is_compiling() else _C._DisableAutocast()
 
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""Names of the part of a module that `torch.compile` has compiled, or torch's `checkpoint_wrapper` wrapped."""
+"""Names that `torch.compile` and torch's `checkpoint_wrapper` give to the submodule that they wrap."""
 
 _ACCELERATOR = (torch.accelerator.current_accelerator() or torch.device("cpu")).type
 
 
 @contextmanager
 def _without_known_autocasts() -> Generator[None]:
-    # Dynamo cannot trace `_DisableAutocast`, which covers all devices.
+    # Replaces `_DisableAutocast` (for all devices), because Dynamo cannot trace that.
     with torch.autocast("cpu", enabled=False), torch.autocast(_ACCELERATOR, enabled=False):
         yield
 
 
 modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mode_stack
-"""The TorchDispatchModes that see what this thread runs."""
+"""Return the TorchDispatchModes that see the operations of this thread."""
 
 without_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
-"""Return a context without any TorchDispatchMode, such as a WireCounter or the mode of fake tensors."""
+"""Return a context in which no TorchDispatchMode is active, such as a WireCounter or the mode of fake tensors."""
 
 
 def has_modes() -> bool:
-    """Return whether a TorchDispatchMode sees what this thread runs."""
+    """Return whether a TorchDispatchMode sees the operations of this thread."""
     return _C._len_torch_dispatch_stack() > 0
 
 
 # Dynamo.
 
 untraced: Any = torch._disable_dynamo
-"""Make Dynamo skip a function and its callees, as torch.compiler.disable does, which imports torch._dynamo first."""
+"""Make Dynamo skip a function and its callees, like torch.compiler.disable, but without importing torch._dynamo."""
 
 untraced_itself: Any = partial(untraced, recursive=False)
 """Make Dynamo skip a function, but trace its callees."""
@@ -193,22 +193,22 @@ _SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameA
 
 
 def skipped_by_dynamo(function: _F) -> _F:
-    """Make Dynamo skip the frames of a function and its callees, at no cost for each call: for hooks of gradients.
+    """Make Dynamo skip the frames of a function and its callees, without a cost per call. For hooks of gradients.
 
-    A compiled function that calls `backward` lets Dynamo see all that autograd calls.
+    If a compiled function calls `backward`, Dynamo sees everything that autograd calls.
     """
     _frames.set_code_exec_strategy(function.__code__, _SKIPPED)
     return function
 
 
 def constant_for_dynamo(function: _F) -> _F:
-    """Make Dynamo call `function` while it traces, as assume_constant_result does, which imports torch._dynamo."""
+    """Make Dynamo call `function` while tracing, like assume_constant_result, but without importing torch._dynamo."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
 
 def keep_order(operator: str) -> None:
-    """Make compilers neither reorder, merge nor leave out calls of `operator`, by a token of effects."""
+    """Use an effect token to prevent compilers from reordering, merging or removing calls of `operator`."""
     simple_registry.singleton.find(operator).effect.register(EffectType.ORDERED)
 
 
@@ -229,7 +229,7 @@ def is_differentiating() -> bool:
 
 @constant_for_dynamo
 def is_forward_ad() -> bool:
-    """Return whether this runs within forward-mode AD, as torch.func.linearize does; not in a custom function."""
+    """Return whether this runs within forward-mode AD, such as torch.func.linearize, outside a custom function."""
     return forward_ad._current_level >= 0 and _C._is_fwd_grad_enabled()
 
 
@@ -240,16 +240,16 @@ def is_batching() -> bool:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Return whether the innermost vmap that this runs in maps over a dimension of `tensor`."""
+    """Return whether the innermost running vmap maps over a dimension of `tensor`."""
     return is_batchedtensor(tensor) and maybe_get_level(tensor) == maybe_current_level()
 
 
 _IS_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-DIFFERENTIATES_INFERENCE = _IS_2_13  # by torch.func; in torch 2.11 it gives zeros
+DIFFERENTIATES_INFERENCE = _IS_2_13  # True if torch.func does; in torch 2.11 it returns zeros
 
 
 def reinterpreted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `tensor.view(dtype)`, also under vmap in versions of torch that have no rule for it there."""
+    """Return `tensor.view(dtype)`, also under vmap in versions of torch without a vmap rule for it."""
     return tensor.view(dtype) if _IS_2_13 or not is_batching() else _Reinterpreted.apply(tensor, dtype)
 
 
@@ -270,7 +270,7 @@ class _Reinterpreted(torch.autograd.Function):
 
 def is_differentiated(tensor: Tensor) -> bool:
     """Return whether a torch.func transform or forward-mode AD differentiates with respect to `tensor`."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # raises outside of it
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # it raises outside
         return True
     while is_functorch_wrapped_tensor(tensor):
         if is_gradtrackingtensor(tensor):
@@ -281,46 +281,46 @@ def is_differentiated(tensor: Tensor) -> bool:
 
 # Process groups.
 
-functional_collectives: Any = torch.ops._c10d_functional  # that make_fx and Dynamo trace
-group_size: Any = c10d._get_group_size_by_name  # since Dynamo cannot trace the resolution of a named group
-broadcast_coalesced: Any = dist._broadcast_coalesced  # of a list of tensors, in messages of so many bytes
+functional_collectives: Any = torch.ops._c10d_functional  # make_fx and Dynamo can trace these
+group_size: Any = c10d._get_group_size_by_name  # by name: Dynamo cannot trace the lookup of a group
+broadcast_coalesced: Any = dist._broadcast_coalesced  # broadcasts tensors in messages of a given size
 
 
 def live_group(name: str | None) -> dist.ProcessGroup:
-    """Return the process group called `name`, for which dist has no function; None: the default group."""
+    """Return the process group called `name`, None for the default group. dist has no public function for it."""
     return c10d._get_default_group() if name is None else c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
 
 
 @constant_for_dynamo
 def rank_in(group: str) -> int:
-    """Return this rank in the process group called `group`. Dynamo, which cannot trace the lookup, calls it."""
+    """Return this rank in the process group called `group`. Dynamo calls this, because it cannot trace the lookup."""
     return live_group(group).rank()
 
 
 def is_torchcomms(group: dist.ProcessGroup) -> bool:
-    """Return whether torchcomms carries `group` (TORCH_DISTRIBUTED_USE_TORCHCOMMS=1), whatever its backend is called.
+    """Return whether torchcomms carries `group` (TORCH_DISTRIBUTED_USE_TORCHCOMMS=1), under any backend name.
 
-    Messages between two ranks have no tags there, and a work cannot be waited for with a timeout.
+    With torchcomms, messages between two ranks have no tags, and waiting for a work has no timeout.
     """
-    wrapper: Any = getattr(c10d, "_BackendWrapper", None)  # where torchcomms is installed, from torch 2.13
+    wrapper: Any = getattr(c10d, "_BackendWrapper", None)  # exists from torch 2.13 on, if torchcomms is installed
     return wrapper is not None and isinstance(group._get_backend(torch.device("cpu")), wrapper)
 
 
 def connect_again(
     group: dist.ProcessGroup, name: str, timeout: timedelta | None, device: torch.device
 ) -> dist.ProcessGroup:
-    """Make another process group, called `name`, of the ranks of `group`; block until all ranks have joined.
+    """Create another process group, called `name`, of the ranks of `group`; block until all ranks have joined.
 
-    Ranks find each other by the name, which `dist.new_group` does not let callers choose: it counts a rank's groups.
+    Ranks find each other by the name. `dist.new_group` cannot do this, because it numbers the groups of each rank.
 
     Args:
-        group: Any group; without a backend for the CPU it needs a `timeout` for one on the CPU.
+        group: Any group. If it has no CPU backend, a new group on the CPU needs a `timeout`.
         name: A name that no group has.
         timeout: Timeout of the new group; None for the timeout of `group`.
-        device: Of the tensors that it moves: by gloo for the CPU, by the backend of `group` for an accelerator.
+        device: Device of the tensors that it moves: by gloo on the CPU, by the backend of `group` on an accelerator.
     """
     is_cpu, default = device.type == "cpu", c10d._get_default_group()
-    if default.bound_device_id and not is_cpu:  # the group's communicator is there, and NCCL can split it
+    if default.bound_device_id and not is_cpu:  # the communicator exists, so NCCL can split it
         return dist.split_group(group, [list(range(group.size()))], timeout)  # pyright: ignore[reportReturnType]
     ranks = dist.get_process_group_ranks(group)
     helper: Any = c10d._new_process_group_helper
@@ -328,7 +328,7 @@ def connect_again(
     timeout = timeout or getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
     backends: Any = c10d.BackendConfig(dist.get_backend_config(group)).get_device_backend_map()  # pyright: ignore[reportArgumentType]
     store: Any = c10d._world.pg_map[group][1]
-    store = store.clone()  # while one thread waits for a key, no other can use the same store
+    store = store.clone()  # a thread that waits for a key blocks the store for other threads
     backend = dist.Backend("gloo" if is_cpu else backends[device.type])
     connected: Any = helper(len(ranks), group.rank(), ranks, backend, store, name, timeout=timeout)[0]
     c10d._world.pg_group_ranks[connected] = {rank: position for position, rank in enumerate(ranks)}
@@ -337,26 +337,26 @@ def connect_again(
 
 # Tracing.
 
-ReadsValue = DataDependentOutputException, DynamicOutputShapeException  # where a program reads values of fake tensors
-HasNoFake = UnsupportedOperatorException, UnsupportedFakeTensorException  # where an operation has no fake kernel
+ReadsValue = DataDependentOutputException, DynamicOutputShapeException  # a program reads values
+HasNoFake = UnsupportedOperatorException, UnsupportedFakeTensorException  # no fake kernel
 
 
 def reads_values(error: RuntimeError) -> bool:
-    """Return whether vmap has raised `error` because a program reads values of tensors that it maps over."""
+    """Return whether vmap raised `error` because a program reads values of tensors that vmap maps over."""
     texts = ".item()", "data-dependent control flow", "dynamic shape", "Tensor that doesn't have storage"
     return any(text in str(error) for text in texts)
 
 
-UNSAFE_VIEWS = {torch.ops.aten._unsafe_view.default}  # without a view annotation in their schema
+UNSAFE_VIEWS = {torch.ops.aten._unsafe_view.default}  # views without a view annotation in the schema
 
 
 class Fakes:
-    """The arguments of one trace: tensors without values, in `mode`, and ints whose comparisons are recorded."""
+    """The arguments of one trace: tensors without values, in `mode`, and ints with recorded comparisons."""
 
     def __init__(self) -> None:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        # Every number is as good as another, 0 and 1 too; a tensor's size is never a symbol.
+        # Do not specialize on numbers, 0 and 1 included; a tensor's size is never a symbol.
         self._shapes = ShapeEnv(
             specialize_zero_one=False,
             duck_shape=False,
@@ -364,7 +364,7 @@ class Fakes:
             allow_dynamic_output_shape_ops=False,
         )
         self.mode = FakeTensorMode(shape_env=self._shapes, static_shapes=True, allow_non_fake_inputs=True)
-        self.mode.cache_enabled = False  # the recorder's own asks for less
+        self.mode.cache_enabled = False  # the recorder has a cheaper cache
         self._symbols: list[sympy.Symbol] = []
 
     def tensor(self, tensor: Tensor) -> Tensor:
@@ -372,28 +372,28 @@ class Fakes:
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
     def dense(self, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a fake tensor without views, quicker than by an operation."""
+        """Return a fake tensor that is not a view, faster than an operation would."""
         return _dense(self.mode, shape, stride, dtype, device)
 
     def view(self, base: Tensor, shape: Any, stride: Any, offset: int) -> Tensor:
-        """Return a view of `base`, `offset` elements further on, quicker than by an operation."""
+        """Return a view of `base` that starts `offset` elements later, faster than an operation would."""
         with _C._DisableTorchDispatch():
             memory = torch.as_strided(base, shape, stride, base.storage_offset() + offset)
         return FakeTensor(self.mode, memory, base.device)
 
     def made(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        """Return what `operation` makes of fake tensors: of their kernel, where FakeTensorMode would add nothing."""
+        """Return the result of `operation` on fake tensors, by its meta kernel if FakeTensorMode would add nothing."""
         devices = {arg.device for arg in args if isinstance(arg, Tensor)}
         if not _is_made_by_kernel(operation) or len(devices) != 1 or kwargs.get("device") is not None:
             return operation(*args, **kwargs)
         with in_kernel_invocation_manager(self.mode):
             made = operation(*args, **kwargs)
-        if makes_one_view(operation) and made.shape == args[0].shape:  # itself, by the rules; a kernel changes strides
+        if makes_one_view(operation) and made.shape == args[0].shape:  # is args[0], but a kernel changes strides
             return operation(*args, **kwargs)
         return FakeTensor(self.mode, made, devices.pop())
 
     def number(self, value: int) -> Any:
-        """Return a symbol that is `value` in comparisons."""
+        """Return a symbol that compares like `value`."""
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -402,14 +402,14 @@ class Fakes:
         return self._shapes.create_symintnode(self._symbols[-1], hint=value, source=source)
 
     def holds(self) -> Callable[[Sequence[int]], bool]:
-        """Return a function of values for the numbers, in the order made: True if all comparisons of the trace hold."""
+        """Return a function of the numbers, in order of creation, that is True if all comparisons of the trace hold."""
         import sympy
         from torch.utils._sympy.printers import PythonPrinter
 
         guards: Any = sympy.And(*(guard.expr for guard in self._shapes.guards))
         if guards is sympy.true:
             return lambda numbers: True
-        # As torch prints its own guards: sympy's printer does not know // and % of Python.
+        # The printer that torch uses for guards: sympy's own does not know Python's // and %.
         names = ", ".join(map(str, self._symbols))
         test = eval(f"lambda {names}: {PythonPrinter().doprint(guards)}", {"math": math})
         return lambda numbers: bool(test(*numbers))
@@ -422,14 +422,14 @@ def _dense(mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtype, de
 
 
 def fake_like(like: Any, shape: Any, row: int | None = None) -> Tensor:
-    """Return a fake tensor like another, of this shape: dense, or a matrix whose rows are `row` elements apart."""
+    """Return a fake tensor like another, of this shape: dense, or a matrix with rows `row` elements apart."""
     stride = (row, 1) if row is not None else torch.empty(shape, device="meta").stride()
     return _dense(like.fake_mode, shape, stride, like.dtype, like.device)
 
 
 @contextmanager
 def refusing_compiled() -> Generator[None]:
-    """Make functions compiled by torch.compile raise, as in an fx trace: their kernels are not aten operations."""
+    """Make functions compiled by torch.compile raise in the block, because their kernels are not aten operations."""
     of_thread: Any = getattr(_symbolic_trace, "_is_fx_tracing_context", None)  # torch 2.15 has it
     if of_thread is not None:
         with of_thread(True):
@@ -445,7 +445,7 @@ def refusing_compiled() -> Generator[None]:
 
 
 def node_of_number(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.Node]) -> Any:
-    """Return a node of `graph` that computes `expression` from the nodes of its symbols; its value if it has none."""
+    """Return a node of `graph` that computes `expression` from its symbols' nodes; a number if it has no symbols."""
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -456,7 +456,7 @@ def node_of_number(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.No
 
 
 def is_dense_fake(made: Any) -> bool:
-    """Return whether shape, strides, dtype and device determine what an operation made."""
+    """Return whether `made` is a dense fake tensor, fully described by shape, strides, dtype and device."""
     is_plain = isinstance(made, FakeTensor) and made.constant is None and made.layout == torch.strided
     return is_plain and not (made.is_conj() or made.is_neg() or made.storage_offset())
 
@@ -466,7 +466,7 @@ has_symbolic_size: Callable[[Tensor], bool] = attrgetter("_has_symbolic_sizes_st
 
 
 def like_of(tensor: Tensor) -> Any:
-    """Return a key that is equal for fake tensors that operations treat alike; None for all other tensors."""
+    """Return a key that is equal for fake tensors that operations treat the same; None for other tensors."""
     if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.layout != torch.strided:
         return None
     bits = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad
@@ -481,7 +481,7 @@ def is_fake_view(made: Any, base: Any) -> bool:
 
 @cache
 def makes_one_view(operation: Any) -> bool:
-    """Return whether an operation makes a view of its first argument and of nothing else, at any offset."""
+    """Return whether an operation returns one view, of its first argument, at any offset."""
     schema = operation._schema
     is_view = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
     is_tensor = is_view and str(schema.returns[0].type) == "Tensor"
@@ -491,7 +491,7 @@ def makes_one_view(operation: Any) -> bool:
 
 @cache
 def makes_tensors(operation: Any) -> bool:
-    """Return whether an operation makes one or more new tensors, always as many, and does nothing else."""
+    """Return whether an operation only makes new tensors, a fixed number of them, and has no other effect."""
     schema = operation._schema
     is_new = all(each.alias_info is None and str(each.type) == "Tensor" for each in schema.returns)
     return is_new and len(schema.returns) > 0 and not schema.is_mutable and operation not in UNSAFE_VIEWS
@@ -502,9 +502,9 @@ _OF_KERNELS = {getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "
 
 @cache
 def _is_made_by_kernel(operation: Any) -> bool:
-    """Return whether the kernel for the meta device determines what an operation makes of tensors of one device.
+    """Return whether the kernel for the meta device determines an operation's result for tensors of one device.
 
-    FakeTensorMode asks the same kernel, or a decomposition in Python, and takes many times as long.
+    FakeTensorMode calls the same kernel, or a decomposition in Python, and takes many times longer.
     """
     is_pointwise = torch.Tag.pointwise in operation.tags and makes_tensors(operation)
     return makes_one_view(operation) or is_pointwise or operation in _OF_KERNELS
@@ -529,14 +529,14 @@ def elementwise_out(operation: Any) -> Any:
     for other in [getattr(packet, name) for name in packet.overloads()]:
         given = [(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out]
         outs = [a.name for a in other._schema.arguments if a.is_out]
-        # Generated `out=` forms compute into new memory, and copy.
+        # Generated `out=` forms are slower: they compute into new memory, and copy.
         if given == wanted and outs == ["out"] and torch.Tag.generated not in other.tags:
             return other
     return None
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a key that is equal for tensors that share memory, while one of them is alive."""
+    """Return a key that is equal for tensors that share memory, valid while one of them is alive."""
     return tensor.untyped_storage()._cdata
 
 
@@ -546,47 +546,47 @@ FOREACH: dict[Any, tuple[Any, Any]] = {
     torch.ops.aten.mul.Tensor: (torch._foreach_mul, torch._foreach_mul_),
     torch.ops.aten.div.Tensor: (torch._foreach_div, torch._foreach_div_),
 }
-"""Operations on lists of tensors, by operation: the form that makes new tensors, and the in-place form."""
+"""Operations on lists of tensors, by single operation: the form that returns new tensors, and the in-place form."""
 foreach_copy: Any = torch._foreach_copy_
 
 
 # Modules.
 
-# The dicts of a module's own parameters, modules and buffers: `named_parameters` is too slow for every step.
+# Dicts of a module's own parameters, modules and buffers, because `named_parameters` is too slow for every step.
 parameters_in: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 modules_in: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 buffers_in: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype that the gradient of a leaf must have; only leaves have `grad_dtype`."""
+    """Return the dtype that the gradient of a leaf tensor must have. Only leaves have `grad_dtype`."""
     return parameter.grad_dtype or parameter.dtype
 
 
 def has_other_hooks(parameter: Tensor) -> bool:
-    """Return whether several hooks are called when a gradient has been accumulated in `parameter`, which has one."""
+    """Return whether `parameter` has more post-accumulate hooks than the one that fnddp registers."""
     return len(parameter._post_accumulate_grad_hooks) > 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
-without_torch_function: Any = _C._disabled_torch_function_impl  # a subclass that sees operations at their dispatch
+without_torch_function: Any = _C._disabled_torch_function_impl  # for subclasses with `__torch_dispatch__` only
 
 
 def stand_in(kind: type[Tensor], like: Tensor) -> Any:
-    """Return a tensor of a subclass that has no memory."""
+    """Return a tensor of the subclass `kind`, without memory, of the shape, strides, dtype and device of `like`."""
     make: Any = Tensor._make_wrapper_subclass
     return make(kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
 
 
 def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]:
-    """Return the optimizers that `torch.distributed.optim._apply_optimizer_in_backward` has set on `parameter`."""
+    """Return the optimizers that `torch.distributed.optim._apply_optimizer_in_backward` attached to `parameter`."""
     return getattr(parameter, "_in_backward_optimizers", ())
 
 
 @contextmanager
 def without_step_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> Generator[None]:
-    """Run no hooks of the steps of `optimizers` in the block, where a step only fills their state."""
+    """Disable the step hooks of `optimizers` in the block, for a step that only fills their state."""
     names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-    # A wrapper, such as Accelerate's, has no hooks of its own.
+    # Wrappers, such as Accelerate's, have no hooks of their own.
     pairs = [(each, name) for each in optimizers for name in names if hasattr(each, name)]
     hooks: list[tuple[Any, str, Any]] = [(each, name, getattr(each, name)) for each, name in pairs]
     for each, name, _ in hooks:
@@ -600,7 +600,7 @@ def without_step_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> Generator
 
 def take_over_optimizers_in_backward(parameters: Iterable[Tensor]) -> None:
     """Stop `optimizers_in_backward` from running when a gradient is accumulated."""
-    # Not at the top: the import warns, and only users of such an optimizer, who have imported it, should see that.
+    # Not at the top: the import warns, and only users of such an optimizer, who import it anyway, should see that.
     from torch.distributed.optim import apply_optimizer_in_backward
 
     for parameter in parameters:
@@ -611,9 +611,9 @@ def take_over_optimizers_in_backward(parameters: Iterable[Tensor]) -> None:
 def between_step_hooks(
     optimizer: torch.optim.Optimizer, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return `run(*args, **kwargs)`, called between the hooks of the optimizer's step, which do not run within it.
+    """Call the pre-hooks of the optimizer's step, `run(*args, **kwargs)`, and the post-hooks; return `run`'s result.
 
-    Hooks for all optimizers do, in each step that it calls.
+    Steps that `run` calls do not run these hooks again, but they run hooks registered for all optimizers.
     """
     owner: Any = optimizer
     before, after = owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks
@@ -631,13 +631,13 @@ def between_step_hooks(
     return done
 
 
-# torch's DistributedDataParallel, whose names tools call and whose marks they leave.
+# torch's DistributedDataParallel: names that tools call, and attributes that they set.
 
 BufferCommHookLocation = ddp._BufferCommHookLocation  # when a hook for buffers runs
-JoinConfig = _JoinConfig  # what a `Joinable` knows of its context
+JoinConfig = _JoinConfig  # a `Joinable`'s data about its join context
 device_index: Callable[..., int] = _get_device_index
-cast_forward_inputs: Any = _cast_forward_inputs  # to a dtype: `(inputs, kwargs)`
-# Facts of torch's DDP by name, with the hook that runs: a copy lists that of the original, and has none.
+cast_forward_inputs: Any = _cast_forward_inputs  # casts `(inputs, kwargs)` to a dtype
+# Facts of torch's DDP by name, including its hook. A copied model lists the original's hook, but has none.
 ddp_facts: Any = DistributedDataParallel._get_ddp_logging_data
 debug_names: Any = DistributedDataParallel._build_debug_param_to_name_mapping  # of parameters by their index
 set_params_and_buffers_to_ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
@@ -649,19 +649,19 @@ def params_and_buffers_to_ignore(module: nn.Module) -> set[str]:
 
 
 def active_ddp() -> DistributedDataParallel | None:
-    """Return the module of torch's class whose forward is running, in whatever thread."""
+    """Return the module of torch's class that is running forward, in any thread."""
     return DistributedDataParallel._active_ddp_module
 
 
 def to_kwargs(inputs: Any, kwargs: Any, device: torch.device) -> Any:
-    """Return arguments on `device`, moved by a stream of its own: `([inputs], [kwargs])`."""
+    """Return `([inputs], [kwargs])`, moved to `device` on a separate stream."""
     move: Any = _to_kwargs
     return move(inputs, kwargs, device, True)
 
 
 def set_up_mixed_precision(mixed_precision: Any, module: nn.Module) -> None:
-    """Cast buffers, and leave the attributes on parameters that torch's class leaves there."""
-    # torch looks it up as an attribute, which it is only once something has imported it.
+    """Cast buffers, and set the same attributes on parameters as torch's class."""
+    # torch reads it as an attribute of a package, and that exists only after an import.
     from torch.distributed import _functional_collectives as _  # noqa: F401
 
     private: Any = ddp
@@ -671,7 +671,7 @@ def set_up_mixed_precision(mixed_precision: Any, module: nn.Module) -> None:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of which `mesh` is a part, or itself."""
+    """Return the mesh that `mesh` is a part of, or `mesh` itself."""
     return mesh._get_root_mesh()
 
 
@@ -681,8 +681,8 @@ def is_root_mesh(mesh: DeviceMesh) -> bool:
 
 
 def make_local_tensors_of_shards(module: nn.Module) -> None:
-    """Treat the parameters that tensor parallelism shards as torch's class does."""
-    # Costs seconds to import, and only tensor parallelism needs it.
+    """Replace parameters sharded by tensor parallelism by local tensors, as torch's class does."""
+    # The import takes seconds, and only tensor parallelism needs it.
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
     _pre_dp_module_transform(module)
@@ -692,19 +692,19 @@ def make_local_tensors_of_shards(module: nn.Module) -> None:
 
 
 class FSDPGroup:
-    """A group of parameters that FSDP2 gathers and reduces together: its `FSDPParamGroup`.
+    """A group of parameters that FSDP2 gathers and reduces together (an `FSDPParamGroup`).
 
     Attributes:
-        shapes: Of the parameters when they are gathered: whole, or what tensor parallelism leaves to this rank.
-        dims: The dimension along which each is sharded.
-        shards: The process group of the shards; None for `replicate`, which has none.
-        replicas: That of HSDP's replicas; None without any.
-        device: Where FSDP computes.
-        module: What `fully_shard` was called with, or the first of several.
+        shapes: Shapes of the gathered parameters: the complete ones, or this rank's part under tensor parallelism.
+        dims: The dimension along which each parameter is sharded.
+        shards: The process group of the shards; None for `replicate`, because it does not shard.
+        replicas: The process group of HSDP's replicas; None without replicas.
+        device: The device on which FSDP computes.
+        module: The module that `fully_shard` was called with, or the first of several.
     """
 
     def __init__(self, group: Any, module: nn.Module, root: Any = None) -> None:
-        self._group, self._root = group, root  # and the state of the model, if it is the model's own group
+        self._group, self._root = group, root  # root: the model's FSDP state, for the model's own group
         self.module = module
         self.shapes: list[torch.Size] = [each._orig_size for each in group.fsdp_params]
         self.dims: list[int] = [each.fsdp_placement.dim for each in group.fsdp_params]
@@ -714,37 +714,37 @@ class FSDPGroup:
 
     @property
     def regathering(self) -> dist.ProcessGroup | None:
-        """The group of ranks over which weights are gathered again in backward; None where they stay whole."""
-        stays_whole = self._root is not None and self._root._auto_reshard_after_forward  # the first forward sets it
+        """The process group over which weights are gathered again in backward; None if they stay gathered."""
+        stays_whole = self._root is not None and self._root._auto_reshard_after_forward  # set by the first forward
         again = None if stays_whole else self._group.post_forward_mesh_info
         return getattr(again, "shard_process_group", None)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters, sharded; FSDP may replace them until the first forward."""
+        """The sharded parameters. FSDP may replace them until the first forward."""
         return [each.sharded_param for each in self._group.fsdp_params]
 
     @property
     def gathered(self) -> list[nn.Parameter]:
-        """The parameters, gathered, as far as a forward has used them: autograd accumulates gradients in these."""
+        """The gathered parameters, of those that a forward has used. Autograd accumulates gradients in them."""
         return [each._unsharded_param for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
 
     @property
     def gathered_dtype(self) -> torch.dtype:
-        """The dtype in which the parameters are gathered; torch.uint8 where they have several."""
+        """The dtype in which the parameters are gathered; torch.uint8 if they have several dtypes."""
         dtypes = {each.mp_policy.param_dtype or each.sharded_param.dtype for each in self._group.fsdp_params}
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     @property
     def reduced_dtype(self) -> torch.dtype:
-        """The dtype of the buffer in which gradients are reduced, if all parameters have one."""
+        """The dtype of the buffer in which gradients are reduced: the common type of all trained parameters."""
         every = self._group.fsdp_params
         trained = [each for each in every if each.sharded_param.requires_grad] or every[:1]
         return reduce(torch.promote_types, map(_reduced_dtype, trained))
 
     @property
     def reducing(self) -> dist.ProcessGroup | None:
-        """The group that reduces gradients: `shards`, or that of `set_separate_reduce_scatter_group`, of its ranks."""
+        """The group that reduces gradients: `shards`, or the same ranks' `set_separate_reduce_scatter_group`."""
         return getattr(self._group.mesh_info, "reduce_scatter_process_group", None) or self.shards
 
     @property
@@ -754,18 +754,18 @@ class FSDPGroup:
 
     @property
     def all_reduces(self) -> bool:
-        """True if that sums over HSDP's replicas, too: see `set_requires_all_reduce`."""
+        """True if the reduction also sums over HSDP's replicas: see `set_requires_all_reduce`."""
         return self._group.all_reduce_grads
 
     @property
     def reduce_scatter(self) -> object:
-        """The object that reduces its gradients."""
+        """The object that reduces the group's gradients."""
         return self._group._reduce_scatter_comm
 
     def reduce_with(self, reduce_scatter: object, divisor: float) -> None:
-        """Let `reduce_scatter` add gradients up, and FSDP divide sums by `divisor`.
+        """Let `reduce_scatter` sum gradients, and FSDP divide the sums by `divisor`.
 
-        The setters of a module refuse one with several groups, whose collectives differ. They set these attributes.
+        This sets the attributes that a module's setters set, because those refuse a module with several groups.
         """
         self._group._reduce_scatter_comm = reduce_scatter
         self._group.gradient_divide_factor = divisor
@@ -783,21 +783,21 @@ class FSDPGroup:
 
     @property
     def is_extended(self) -> bool:
-        """True if the class of a parameter says itself what an all-gather sends, such as a float8 one."""
+        """True if a parameter's class itself defines the data for an all-gather, for example a float8 class."""
         return any(hasattr(getattr(each, "_local_tensor", each), "fsdp_pre_all_gather") for each in self.parameters)
 
     @property
     def divide_factor(self) -> float | None:
-        """The number by which FSDP divides sums of gradients; None for that of its ranks."""
+        """The number by which FSDP divides sums of gradients; None for its number of ranks."""
         return self._group.gradient_divide_factor
 
     def before_reduction(self, note: Callable[[list[int]], None]) -> None:
-        """Call `note` with the positions of the parameters that have a gradient, before they are reduced.
+        """Call `note` with the positions of the parameters that have a gradient, before gradients are reduced.
 
-        The reduce-scatter itself sees one flat buffer of those, in this order.
+        The reduce-scatter itself only sees a flat buffer of these gradients, in this order.
         """
         group = self._group
-        if hasattr(group, "_take_unsharded_grads_to_reduce"):  # from torch 2.15, which sorts them by dtype
+        if hasattr(group, "_take_unsharded_grads_to_reduce"):  # torch 2.15 and later sort by dtype
             positions = {each: position for position, each in enumerate(group.fsdp_params)}
             take = group._take_unsharded_grads_to_reduce
 
@@ -826,20 +826,20 @@ class FSDPGroup:
 
 def _reduced_dtype(parameter: Any) -> torch.dtype:
     policy, sharded = parameter.mp_policy, parameter.sharded_param
-    if hasattr(parameter, "unsharded_grad_dtype"):  # from torch 2.15: not that of computing
+    if hasattr(parameter, "unsharded_grad_dtype"):  # torch 2.15 and later: not the compute dtype
         return policy.reduce_dtype or grad_dtype(sharded)
     return policy.reduce_dtype or policy.param_dtype or sharded.dtype
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
-    """Return the functions that `register_forward_hook` was called with."""
+    """Return the forward hooks of `module`."""
     return list(module._forward_hooks.values())
 
 
 def fsdp_groups(model: nn.Module) -> dict[str, tuple[Any, list[FSDPGroup]]]:
-    """Return the groups of parameters of each `fully_shard` in `model`: by the name of its module, which comes first.
+    """Return, by module name, each module in `model` that `fully_shard` was called with, and its parameter groups.
 
-    In torch 2.11 a module has one at most.
+    In torch 2.11 a module has at most one group.
     """
     found: dict[Any, tuple[str, Any]] = {}
     for name, module in model.named_modules():
@@ -853,13 +853,13 @@ def fsdp_groups(model: nn.Module) -> dict[str, tuple[Any, list[FSDPGroup]]]:
 
 
 def after_reductions(model: nn.Module, callback: Callable[[], object]) -> None:
-    """Call `callback` when FSDP has ended a backward of `model`, or what stands for one in a pipeline's stage.
+    """Call `callback` when FSDP has ended a backward of `model`, or the last microbatch of a pipeline's stage.
 
-    A stage of torch.distributed.pipelining calls its functions outside of any backward, after the last microbatch.
+    A stage of torch.distributed.pipelining calls FSDP's final functions itself, outside of any backward.
     """
     for module, _ in fsdp_groups(model).values():
         state = module._get_fsdp_state()
-        # The second one, from torch 2.15, stands for the first where users end backwards themselves.
+        # The second name, from torch 2.15 on, replaces the first if users end backwards themselves.
         for ending in ("_root_post_backward_final_callback", "finalize_backward"):
             original = getattr(state, ending, None)
             if original is not None:

@@ -1,1 +1,1 @@
-"""The ways into a training loop: functional loops, torch's DDP, torch's hooks."""
+"""Adapters that connect pipelines to training loops: functional loops, torch's DDP, torch's hooks."""

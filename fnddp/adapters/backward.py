@@ -1,9 +1,9 @@
-"""Backwards: their life, and the hooks by which they come here.
+"""Begin, end and fail the steps of backwards, and provide the hooks by which gradients arrive.
 
 No other file of adapters begins, ends or fails a step of a backward.
 
-A `Backward` is idle; open from the first gradient, with a step; and idle again, when the step has ended on all ranks
-alike. Ways in say only what differs: which gradients no hook has seen, what is checked, and what is undone.
+A `Backward` is idle at first. From the first gradient on it has an open step. It is idle again when the step has ended
+on all ranks. An adapter only defines which gradients no hook has seen, the checks, and how to undo a failed step.
 """
 
 import sys
@@ -36,15 +36,15 @@ def _same(error: BaseException) -> BaseException:
 
 
 class Backward:
-    """Backwards of one way in, one after the other, each a step of an engine.
+    """The consecutive backwards of one adapter; each is a step of an engine.
 
     Args:
-        engine: May be replaced between two steps.
-        undo: Called for a step that has failed: takes back what this way in has done in it.
-        named: Returns an error of the step as this way in raises it.
+        engine: The engine. It may be replaced between two steps.
+        undo: Callback for a step that failed: undoes the adapter's changes in it.
+        named: Function that translates an error of the step into the one that the adapter raises.
 
     Attributes:
-        failure: The first error of this rank that was kept for the end of the open step.
+        failure: The first error of this rank in the open step, kept for its end.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Backward:
     ) -> None:
         self.engine, self._undo, self._named = engine, undo, named
         self.failure: BaseException | None = None
-        self._shared: _SharedBackward | None = None  # the steps of the autograd backward that has this one, or will
+        self._shared: _SharedBackward | None = None  # the steps of the autograd backward that has or will have this one
 
     @property
     def step(self) -> Any:
@@ -68,10 +68,10 @@ class Backward:
         return self.engine.begin(**options)
 
     def end_with_autograds(self, end: Callable[[], None], reaches: "Iterable[Backward]" = ()) -> None:
-        """Call `end` at the end of the backward that autograd runs, for the open step.
+        """Make autograd call `end`, for the open step, when the running backward ends.
 
         Args:
-            reaches: Others that are idle, and will begin in it.
+            reaches: Other backwards that are idle, and will begin a step in the same autograd backward.
         """
         with _lock:
             task = current_backward()
@@ -79,7 +79,7 @@ class Backward:
             if ending is None:
                 ending = _endings[task] = _Ending(task)
                 torch_private.at_end_of_backward(ending)
-            if self._shared is not None:  # of another backward, which has raised before it came here
+            if self._shared is not None:  # of an earlier autograd backward that raised before it got here
                 self._shared.awaited.pop(self, None)
             ending.ends[self] = end
             ending.shared.begun[self] = None
@@ -88,26 +88,26 @@ class Backward:
                 ending.shared.awaited[each] = None
 
     def is_running(self) -> bool:
-        """Return True if a step is open; fail it if its backward has raised, which autograd does not report."""
+        """Return True if a step is open. First fail it if its backward has raised: autograd does not report that."""
         if self.step is not None and self.has_raised:
             self.fail_all(_unfinished())
         return self.step is not None
 
     @property
     def has_raised(self) -> bool:
-        """True if the autograd backward in which this one has begun, or was to begin, has raised."""
+        """True if an autograd backward raised in which this one began a step, or would have begun one."""
         return self._broken_off is not None
 
     @property
     def _broken_off(self) -> "_SharedBackward | None":
-        """The steps of that backward, if it has raised."""
+        """The steps of the autograd backward, if it has raised."""
         shared = self._shared
         return shared if shared is not None and shared.has_raised else None
 
     def attempt(self, run: Callable[[], object]) -> None:
-        """Call `run`, a part of the step, unless one has failed; keep its error for `end`.
+        """Call `run`, a part of the step, unless an earlier part failed; keep its error for `end`.
 
-        For what must not raise at once, since what has called it has collectives of its own to run first.
+        Use it if an error must not be raised at once, because the caller has to run collectives of its own first.
         """
         if self.failure is None:
             try:
@@ -122,17 +122,17 @@ class Backward:
     def end(
         self, late: Callable[[], object] = _nothing, check: Callable[[frozenset[str]], object] = _nothing
     ) -> Synchronized:
-        """End the step on all ranks alike, and return the means.
+        """End the step with the same outcome on all ranks, and return the means.
 
         Args:
-            late: Puts gradients that no hook has seen; may raise on this rank alone.
-            check: Called with the leaves that no rank has used, when all ranks have agreed and nothing is written over
-                yet; may raise, on all ranks alike, or return False: then the step has no effect.
+            late: Function that puts gradients that no hook has seen into the step; may raise on this rank alone.
+            check: Function of the leaves that no rank used, called when all ranks have agreed but nothing is written
+                over yet. It may raise, then on all ranks, or return False, and then the step has no effect.
 
         Raises:
             StepFailedError: Another rank has failed.
             CollectiveError: A collective has failed.
-            Exception: The error that was kept, or that of `late` or `check`.
+            Exception: The error that was kept, or an error of `late` or `check`.
         """
         self._shared = None
         try:
@@ -144,7 +144,7 @@ class Backward:
                 unused = step.agree()
                 try:
                     has_effect = check(unused)
-                except Exception:  # on all ranks, unlike an interrupt
+                except Exception:  # raised on all ranks, unlike an interrupt
                     step.give_up(failed=True)
                     raise
                 if has_effect is False:
@@ -159,9 +159,9 @@ class Backward:
             raise named from None
 
     def fail(self, error: BaseException) -> None:
-        """Fail the open step, if any, on all ranks, and undo what this way in has done.
+        """Fail the open step, if any, on all ranks, and undo the adapter's changes.
 
-        On an elastic wire no rank applies the step, even if it has ended on this one.
+        On an elastic wire no rank applies the step, even if it has ended on this rank.
         """
         error, self.failure, self._shared = self.failure or error, None, None
         self.engine.fail(error)
@@ -170,14 +170,14 @@ class Backward:
         self._undo()
 
     def fail_all(self, error: BaseException) -> None:
-        """Fail all steps of the backward that autograd runs, or ran until it raised, also those to come."""
+        """Fail all steps of the running autograd backward, or of one that raised, including those not yet begun."""
         if self._shared is not None:
             self._shared.fail(error)
         if self.step is not None:
             self.fail(error)
 
     def fail_next(self, error: BaseException) -> None:
-        """Fail the step that is open or comes next, on all ranks, so that none waits for this one."""
+        """Fail the open step, or else the next one, on all ranks, so that none of them waits for this rank."""
         if self._broken_off is not None:
             self.fail_all(error)
         else:
@@ -186,23 +186,23 @@ class Backward:
             self.fail(error)
 
     def require_idle(self) -> None:
-        """Fail a step whose backward did not finish, as the next forward shows."""
+        """Fail an open step: its backward did not finish if the next forward begins."""
         if self.step is not None or self.has_raised:
             self.fail_all(_unfinished())
         self._shared = self.failure = None
 
 
 def _unfinished() -> RuntimeError:
-    """Return the error of a step whose backward has raised, with what that was if the caller is handling it."""
+    """Return an error for a step after its backward has raised, with that exception if it is being handled."""
     cause = sys.exception()
     return RuntimeError(UNFINISHED if cause is None else f"{UNFINISHED}: {type(cause).__name__}: {cause}")
 
 
 class _SharedBackward:
-    """The steps of one backward of autograd, on several engines. It outlives that backward if it raises.
+    """The steps of one autograd backward, on several engines. It outlives that backward if the backward raises.
 
     Attributes:
-        begun, awaited: The ones that have begun, and those that the backward reaches: ordered sets.
+        begun, awaited: Ordered sets: `Backward`s with a step in this backward, and all that it reaches.
     """
 
     def __init__(self, ending: "_Ending") -> None:
@@ -212,11 +212,11 @@ class _SharedBackward:
 
     @property
     def has_raised(self) -> bool:
-        """True if the backward has raised, so that autograd will not call the callback at its end."""
+        """True if the backward has raised, so that autograd will not call its final callback."""
         return self._ending() is None
 
     def fail(self, error: BaseException) -> None:
-        """Fail all steps because of `error`, on all ranks: those to come, too, for which other ranks wait."""
+        """Fail all steps on all ranks because of `error`, including those not yet begun that other ranks wait for."""
         begun, awaited = self.begun, self.awaited
         self.begun, self.awaited = {}, {}
         begin_next(each.engine for each in awaited if each not in begun and each.step is None)
@@ -225,17 +225,17 @@ class _SharedBackward:
 
 
 def in_order(backwards: Iterable[Backward]) -> list[Backward]:
-    """Return `backwards` in the order in which their steps end, which is the same on all ranks.
+    """Return `backwards` in the order in which their steps end. It is the same on all ranks.
 
-    That is the order in which their lanes were made, unlike the order in which autograd reaches them.
+    It is the order in which their lanes were created. Autograd may reach them in a different order on each rank.
     """
     return sorted(backwards, key=lambda each: each.engine.number)
 
 
 class _Ending:
-    """Callback at the end of a backward, which ends the steps in it. It lives as long as that backward runs.
+    """Callback at the end of a backward that ends its steps. It exists as long as that backward runs.
 
-    Ending a step waits for other ranks, so steps end in the same order on all of them.
+    Ending a step waits for other ranks, so steps must end in the same order on all ranks.
     """
 
     def __init__(self, task: int) -> None:
@@ -246,14 +246,14 @@ class _Ending:
     @torch_private.skipped_by_dynamo
     def __call__(self) -> None:
         with _lock:
-            _endings.pop(self._task, None)  # what runs now may begin another one
+            _endings.pop(self._task, None)  # code that runs from now on may begin another one
         self.shared.begun, self.shared.awaited = {}, {}
         failure: BaseException | None = None
         for backward in in_order(self.ends) if len(self.ends) > 1 else self.ends:
             try:
                 with applying(backward.engine):
                     self.ends[backward]()
-            except BaseException as error:  # the other ranks wait for the steps that are left
+            except BaseException as error:  # other ranks wait for the remaining steps
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -263,11 +263,11 @@ _endings: "weakref.WeakValueDictionary[int, _Ending]" = weakref.WeakValueDiction
 _lock = threading.Lock()  # autograd has a thread for each device
 
 
-# Hooks of parameters, which keep nothing alive, and what autograd knows of the running backward.
+# Hooks of parameters (they keep nothing alive), and facts that autograd knows about the running backward.
 
 
 def require_synchronized(owner: str, named: Iterable[tuple[str, Tensor]], known: Set[Tensor], fix: str) -> None:
-    """Raise a RuntimeError if parameters require a gradient that are not `known`: those that did at the set-up."""
+    """Raise a RuntimeError if a parameter requires a gradient but is not in `known`, the parameters at set-up."""
     new = [name for name, parameter in named if parameter.requires_grad and parameter not in known]
     if new:
         raise RuntimeError(
@@ -280,21 +280,21 @@ def accumulates(parameters: Iterable[nn.Parameter], behind: Iterable[Any]) -> bo
     """Return whether the running backward accumulates in one of `parameters`, or would if this rank had used one.
 
     Args:
-        behind: The nodes behind outputs of the module, of which it accumulates in all leaves in the second case.
+        behind: Graph nodes of the module's outputs. In the second case, all their leaves must get gradients.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return accumulates_in(trained) or (bool(trained) and accumulates_all(behind))
 
 
 def nodes_behind(output: Tensor) -> list[Any]:
-    """Return the nodes that a backward reaches next after the one that has made `output`."""
+    """Return the nodes that a backward reaches directly after the node that made `output`."""
     return [] if output.grad_fn is None else [node for node, _ in output.grad_fn.next_functions if node is not None]
 
 
 def accumulates_in(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether the running backward accumulates a gradient in one of `parameters`, which require one.
+    """Return whether the running backward accumulates a gradient in one of `parameters`. All must require a gradient.
 
-    False if it is `torch.autograd.grad`, which returns gradients instead.
+    Return False within `torch.autograd.grad`, because it returns gradients instead.
     """
     for parameter in parameters:
         try:
@@ -306,7 +306,7 @@ def accumulates_in(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 def executes(node: Any) -> bool:
-    """Return whether the running backward reaches `node`, or returns what would be accumulated there."""
+    """Return whether the running backward reaches `node`, or is a `torch.autograd.grad` with respect to it."""
     try:
         return torch_private.will_execute(node)
     except RuntimeError:  # raised if torch.autograd.grad returns the gradient
@@ -314,9 +314,9 @@ def executes(node: Any) -> bool:
 
 
 def accumulates_all(nodes: Iterable[Any]) -> bool:
-    """Return whether the running backward accumulates the gradients of all leaves behind `nodes` of its graph.
+    """Return whether the running backward accumulates gradients in all leaves that `nodes` of its graph lead to.
 
-    False in `torch.autograd.grad`, and in a `backward(inputs=...)` that leaves out some of these leaves.
+    Return False in `torch.autograd.grad`, and in a `backward(inputs=...)` that leaves out some of these leaves.
     """
     waiting, has_leaves = [*nodes], False
     seen = set(waiting)
@@ -337,7 +337,7 @@ def accumulates_all(nodes: Iterable[Any]) -> bool:
 
 @contextmanager
 def as_trained(parameter: Tensor) -> Generator[Tensor]:
-    """Let the block register hooks on `parameter`, which torch refuses where it is frozen for now."""
+    """Let the block register hooks on `parameter` even if it is frozen; torch would refuse them."""
     is_trained = parameter.requires_grad
     parameter.requires_grad_()
     try:
@@ -347,10 +347,10 @@ def as_trained(parameter: Tensor) -> Generator[Tensor]:
 
 
 class FastPath:
-    """Short cut: a hook puts its gradient into the open step directly, instead of calling `take`, the long way.
+    """A short cut for hooks: they put a gradient into the open step directly, instead of calling `take`.
 
-    `take` gets a gradient that is added to an earlier one, is sparse, belongs to another backward, or is seen by a hook
-    of the user, and the gradients of leaves at `excluded` positions.
+    Hooks still call `take` if a gradient is added to an earlier one, is sparse, belongs to another backward, is seen by
+    a hook of the user, or belongs to a leaf at one of the `excluded` positions.
     """
 
     __slots__ = ("excluded", "step", "task")
@@ -359,21 +359,21 @@ class FastPath:
         self.close()
 
     def open(self, step: Step, task: int, excluded: set[int]) -> None:
-        """Let the gradients of the backward `task` go to `step`."""
+        """Send the gradients of the backward `task` to `step`."""
         self.step: Any = weakref.ref(step)  # parameters may outlive it
         self.task, self.excluded = task, excluded
 
     def close(self) -> None:
-        """Let each gradient take the long way."""
-        # Outside of a backward the task is -1.
+        """Send each gradient through `take`."""
+        # Outside of a backward the task is -1, so -2 matches nothing.
         self.step, self.task, self.excluded = (lambda: None), -2, set[int]()
 
     def hook(
         self, position: int, take: Callable[[Tensor], Any], advance: Callable[[], Callable[[], None] | None]
     ) -> Callable[[Tensor], None]:
-        """Return a hook of a parameter whose gradient has been accumulated; `take` is the long way.
+        """Return a hook for a parameter's accumulated gradient; `take` handles those that the short cut cannot.
 
-        `advance` is a weak reference to the method that is called when a segment is complete.
+        `advance` is a weak reference to the method to call when a segment is complete.
         """
 
         @torch_private.skipped_by_dynamo
@@ -390,7 +390,7 @@ class FastPath:
             ):
                 take(parameter)
             else:
-                parameter.grad = None  # so that its memory is free once it has been sent
+                parameter.grad = None  # so that its memory is freed once it has been sent
                 if step.put(position, grad) and (run := advance()) is not None:
                     run()
 
@@ -398,10 +398,10 @@ class FastPath:
 
 
 class WeakHook(Generic[Owner]):
-    """A hook of one parameter: calls `method(owner, name, tensor)`."""
+    """A hook of one parameter that calls `method(owner, name, tensor)`."""
 
     def __init__(self, owner: Owner, method: Callable[[Owner, str, Tensor], Any], name: str) -> None:
-        self._owner = weakref.ref(owner)  # the garbage collector does not see hooks of tensors
+        self._owner = weakref.ref(owner)  # the garbage collector cannot see hooks of tensors
         self._method, self._name = method, name
 
     @torch_private.skipped_by_dynamo

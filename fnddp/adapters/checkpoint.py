@@ -13,13 +13,13 @@ from fnddp.core.tree import is_inexact, replace_leaves
 from fnddp.transforms.memory import narrowed, widened
 from fnddp.wire import groups
 
-_WORLD_SIZE = "world_size"  # key of the number of ranks that saved a checkpoint
+_WORLD_SIZE = "world_size"  # key of the number of ranks that saved the checkpoint
 _PARTS = "parts"
 _PIPELINE = "pipeline"
-_ORDER = "order"  # of gradients, which the owner's first step has learnt
+_ORDER = "order"  # key of the order of gradients, learnt in the owner's first step
 
 BEGIN_ANEW = "reset_sync=True to `load`, `prepare`, the Trainer or the strategy, to begin with an initial state"
-"""What an error names for a checkpoint whose state of the pipeline cannot be loaded."""
+"""The advice in errors about a checkpoint with a pipeline state that cannot be loaded."""
 
 
 class HasSync(Protocol):
@@ -32,7 +32,7 @@ class HasSync(Protocol):
 
     @property
     def sync_state(self) -> State:
-        """Its state."""
+        """The pipeline's state."""
         ...
 
     def prepare_state(self, read: Callable[[], State]) -> Callable[[], None]:
@@ -41,7 +41,7 @@ class HasSync(Protocol):
 
 
 class HasOrder(Protocol):
-    """An object that learns in which order gradients come, by which it lays out buckets."""
+    """An object that learns the order in which gradients arrive, to lay out buckets."""
 
     @property
     def learnt_order(self) -> list[str]: ...
@@ -61,17 +61,17 @@ class HasCheckpoint(Protocol):
 class Checkpoint:
     """A `torch.distributed.checkpoint.stateful.Stateful` for the state of `owner`.
 
-    Replicated parts are saved once, local parts once for each rank. Loaded by as many ranks as saved it, training
-    continues to the bit. Other numbers of ranks get shares of the local parts (see `shares`).
+    Replicated parts are saved once, local parts once for each rank. If the number of ranks is the same at loading,
+    training continues bitwise. Otherwise ranks get shares of the local parts (see `shares`).
 
     Args:
-        owner: Its `sync_state` is saved and set.
+        owner: The object with the `sync_state` to save and set.
         group: Name of its process group.
-        saved_world_size: The number of ranks that saved what is loaded; None for as many as there are.
-        prefix: Prefix of all keys, where ranks outside of the group have states of their own.
-        place: This rank and the number of ranks, where they are those of several groups.
-        adopt: Replaces the owner's pipeline, which was measured, by that of a checkpoint; None if it stays.
-        order: Its order of gradients is saved, and set if there is one; None if nothing depends on it.
+        saved_world_size: The number of ranks that saved the checkpoint to load; None for the current number.
+        prefix: Prefix of all keys, used if ranks outside of the group have different states.
+        place: This rank and the number of ranks, if they are counted over several groups.
+        adopt: Function that replaces the owner's measured pipeline by a checkpoint's; None to keep the owner's.
+        order: The object with the order of gradients to save, and to set if the checkpoint has one; None if unused.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Checkpoint:
         self._shares = shares(rank, size, self._saved_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors, ints and lists of text to save, or to load into, in memory of their own."""
+        """Return tensors, ints and lists of text to save, or to load into, in separate memory."""
         saved = state_dict(self._owner.sync_state)
         local = {part.key for part in parts(self._owner.sync_state) if part.kind == LOCAL}
         keyed = {of_rank(r, key): value for r in self._shares for key, value in saved.items() if key in local}
@@ -104,15 +104,15 @@ class Checkpoint:
 
     @property
     def has_local_parts(self) -> bool:
-        """True if ranks have parts of the state that differ."""
+        """True if some parts of the state differ between ranks."""
         return any(part.kind == LOCAL for part in parts(self._owner.sync_state))
 
     def about(self) -> dict[str, Any]:
-        """Return the entries of `state_dict` that describe it: enough for `require_fitting`."""
+        """Return the entries of `state_dict` that describe it. They suffice for `require_fitting`."""
         return {self._prefix + key: value for key, value in self._about([]).items()}
 
     def require_alone(self, ranks: Collection[int]) -> None:
-        """Raise a ValueError if `ranks`, which save together, have other parameters than this one."""
+        """Raise a ValueError if `ranks` save together and some have other parameters; this base class never does."""
 
     def saved_by(self, saved: Mapping[str, Any]) -> int:
         """Return the number of ranks that saved the checkpoint `saved`."""
@@ -127,7 +127,7 @@ class Checkpoint:
         return saved[self._prefix + _PIPELINE] != self._about([])[_PIPELINE]
 
     def require_fitting(self, saved: Mapping[str, Any]) -> None:
-        """Raise a ValueError if `saved` is of other parameters, or of another pipeline that is not adopted."""
+        """Raise a ValueError if `saved` is of other parameters, or of another pipeline and that is not adopted."""
         if self._adopt is not None and self._differs(saved):
             return
         have = saved[self._prefix + _PARTS]
@@ -140,10 +140,10 @@ class Checkpoint:
         self.prepare(state_dict)()
 
     def prepare(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-        """Return a function that sets the state, when all ranks agree on it.
+        """Compare the state between all ranks, and return a function that sets it.
 
         Raises:
-            RankMismatchError: On all ranks, if they disagree, or another one raises.
+            RankMismatchError: On all ranks, if they disagree or one of them raises.
             ValueError: The checkpoint is of another pipeline or other parameters, or not of `saved_world_size` ranks.
         """
         if self.saved_by(state_dict) == self._saved_size:
@@ -196,22 +196,22 @@ class Checkpoint:
 
 
 def shares(rank: int, size: int, saved_size: int) -> dict[int, float]:
-    """Return the share of each saved rank's residual that this rank takes, so that the mean over ranks is as before.
+    """Return the share of each saved rank's residual that this rank takes, so that the mean over ranks is unchanged.
 
-    The ranks that saved, and those that load, each divide the interval [0, 1] evenly; shares are overlaps of the parts.
-    So twice as many ranks each get a copy, half as many get the mean of two, and no residual grows.
+    Saving ranks and loading ranks each divide the interval [0, 1] evenly, and shares are the overlaps of their parts.
+    So with twice as many ranks each gets a copy, with half as many each gets a mean of two, and no residual grows.
 
     >>> shares(0, 4, 2), shares(0, 2, 4), shares(1, 3, 2)
     ({0: 1.0}, {0: 0.5, 1: 0.5}, {0: 0.5, 1: 0.5})
     """
-    # In units of 1 / (size * saved_size), where all borders are whole numbers.
+    # In units of 1 / (size * saved_size), so that all borders are integers.
     begin, end = rank * saved_size, (rank + 1) * saved_size
     overlaps = {r: min(end, (r + 1) * size) - max(begin, r * size) for r in range(saved_size)}
     return {r: overlap / saved_size for r, overlap in overlaps.items() if overlap > 0}
 
 
 def combined(values: Mapping[int, Any], shares: Mapping[int, float]) -> Any:
-    """Return the sum of `values` weighted by `shares`; of integers, the value with the largest share."""
+    """Return the sum of `values` weighted by `shares`; for integers, the value with the largest share."""
     if len(values) == 1 or not all(isinstance(v, Tensor) and is_inexact(v) for v in values.values()):
         return values[max(shares, key=shares.__getitem__)]
     return torch.stack([share * values[r] for r, share in shares.items()]).sum(0)

@@ -1,4 +1,4 @@
-"""A pipeline in an existing `torch.nn.parallel.DistributedDataParallel`, through its one hook slot."""
+"""A pipeline in an existing `torch.nn.parallel.DistributedDataParallel`, through its communication hook."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,20 +29,20 @@ from fnddp.wire.protocol import Wire
 
 
 class Handle(PipelineHandle):
-    """The pipeline that `register` has put into a DDP model, and its state.
+    """The pipeline that `register` added to a DDP model, and its state.
 
-    It cannot be replaced: DDP has one hook slot, for good. Wrap the module again, or use fnddp's class.
+    It cannot be replaced, because DDP accepts one hook and keeps it. Wrap the module again, or use fnddp's class.
     """
 
     def __init__(self, model: DistributedDataParallel, sync: Sync, wire: Wire, backend: str | None) -> None:
         group = group_name(model.process_group)
         self._finds_unused = model.find_unused_parameters
-        self._module = model.module  # not the model: DDP holds this handle where gc cannot see
+        self._module = model.module  # not the model: DDP holds this handle, invisibly to gc
         wrapped, fix = _wrapped(model), "wrap the module and register the pipeline again"
         self._parameters: Leaves = {**wrapped.parameters}
         self._slots = Slots(self._module, wrapped, "register", fix)
         self._names = {parameter: name for name, parameter in self._parameters.items()}
-        self._known: set[Tensor] | None = None  # those that DDP reduces, the same in all steps
+        self._known: set[Tensor] | None = None  # parameters that DDP reduces, the same in all steps
         self._count = torch_private.ddp_facts(model)["num_parameter_tensors"]
         super().__init__(self._parameters, sync, group, wire, learns_order=False, backend=backend)
         self._world = Membership(group, "register: the pipeline was registered", fix)
@@ -54,7 +54,7 @@ class Handle(PipelineHandle):
         self._looks_between = False
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        # Not by their index: in the first step of a static graph DDP gives 0 to all of them.
+        # Not by bucket index: in the first step of a static graph DDP gives index 0 to all buckets.
         arrived = _Bucket(bucket, self._layout_of(bucket.parameters()))
         is_first = not self._pending or arrived.layout is self._pending[0].layout
         if is_first:
@@ -94,7 +94,7 @@ class Handle(PipelineHandle):
         return self._layouts[key]
 
     def _require_laid_out_alike(self, bucket: "_Bucket") -> None:
-        """Raise a RuntimeError if parameters have other strides than when DDP made its buckets."""
+        """Raise a RuntimeError if strides of parameters have changed since DDP made its buckets."""
         known, grads = bucket.layout.known, bucket.views
         if self._grads_are_views:
             grads = [view if p.grad is None else p.grad for p, view in zip(known, grads, strict=True)]
@@ -107,7 +107,7 @@ class Handle(PipelineHandle):
                 )
 
     def _look_between(self) -> None:
-        """Look for complete collectives between buckets too, from the first step in which segments wait for them."""
+        """Poll collectives between buckets too, from the first step in which segments wait for them."""
         if not self._looks_between and self._engine.step is not None and self._engine.step.is_polled:
             self._looks_between = True
             poll = WeakHook(self, Handle._look, "")
@@ -122,8 +122,8 @@ class Handle(PipelineHandle):
             self._backward.attempt(step.poll)
 
     def _before_forward(self) -> None:
-        # A forward fails the step that is open, because its backward did not finish. Not a forward within backward, nor
-        # one without gradients, which may run between two backwards of one step.
+        # A forward fails the open step, because that step's backward did not finish. Exceptions are a forward within
+        # backward, and one without gradients: both may run during a step.
         if torch.is_grad_enabled() and not torch_private.is_within_backward():
             self._world.require_same()
             self._pending = []
@@ -137,7 +137,7 @@ class Handle(PipelineHandle):
             with applying(self._engine):
                 self._complete(self._backward.end(self._require_known).mean)
         except BaseException as error:
-            # DDP's reducer survives no exception in a hook. Let it finish with this rank's own gradients, then raise.
+            # An exception in a hook breaks DDP's reducer. Let it finish with this rank's own gradients, then raise.
             for bucket in self._pending:
                 bucket.future.set_result(bucket.buffer)
             self._pending = []
@@ -146,13 +146,13 @@ class Handle(PipelineHandle):
             _behind_ddp(partial(_raise, error))
 
     def _complete(self, mean: Leaves) -> None:
-        """Give DDP the means."""
+        """Pass the means to DDP."""
         for bucket in self._pending:
             bucket.complete(mean)
-        # Not where DDP's join runs hooks: that rank has no gradients.
+        # Outside of a backward DDP's join runs the hooks, and this rank has no gradients.
         if (self._writes_all or len(mean) < len(self._names)) and torch_private.is_within_backward():
             _behind_ddp(partial(self._write, mean))
-        # DDP's buckets, and their order, are the same on all ranks.
+        # DDP's buckets and their order are the same on all ranks.
         self._engine.expect([name for bucket in self._pending for name in bucket.layout.names])
         self._pending = []
 
@@ -161,7 +161,7 @@ class Handle(PipelineHandle):
         return self._finds_unused and self.sync.gives_later
 
     def _write(self, mean: Leaves) -> None:
-        """Set `.grad` where DDP does not: None without an update, and means of parameters that no rank has used."""
+        """Set `.grad` where DDP does not: None if there is no update, and means of parameters that no rank used."""
         for name in self._parameters.keys() - mean.keys():
             self._parameters[name].grad = None
         for name in mean if self._writes_all else ():
@@ -181,9 +181,9 @@ class Handle(PipelineHandle):
 
 
 def _is_laid_out_by(strides: tuple[int, ...], parameter: Tensor) -> bool:
-    """Return whether DDP lays out a gradient by these strides of its parameter, which are not row-major.
+    """Return whether DDP lays out a gradient by its parameter's `strides`, and these are not row-major.
 
-    Where they leave gaps or overlap, it takes row-major ones, as autograd does.
+    If they leave gaps or overlap, DDP uses row-major strides, as autograd does.
     """
     is_row_major = strides == torch.empty(parameter.shape, device="meta").stride()
     return not is_row_major and strides == torch.empty_like(parameter, device="meta").stride()
@@ -199,15 +199,15 @@ def _remove(hooks: Sequence[RemovableHandle]) -> None:
 
 
 class _Layout(NamedTuple):
-    """A bucket of DDP's: all of its `parameters`, and of those that the pipeline has, one after the other:
+    """The layout of one of DDP's buckets. All lists but `parameters` have one entry for each known parameter.
 
     Attributes:
-        places: Their places in the bucket.
-        known: The parameters.
-        names: Their names.
-        positions: Their positions among the leaves.
+        parameters: All parameters in the bucket.
+        places: Indices of the known parameters in the bucket.
+        known: The known parameters: those that the pipeline synchronizes.
+        names, positions: Their names, and their positions among the leaves.
         strides: Their strides when DDP made its buckets.
-        other: The strides of their views, where these are not row-major.
+        other: The strides of their views; None where these are row-major.
     """
 
     parameters: list[Tensor]
@@ -220,11 +220,11 @@ class _Layout(NamedTuple):
 
 
 class _Bucket:
-    """A bucket of DDP's in a backward, with `views` of the known parameters, and the future that DDP waits for."""
+    """One of DDP's buckets in a backward, with `views` of the known gradients and the future that DDP waits for."""
 
     def __init__(self, bucket: dist.GradBucket, layout: _Layout) -> None:
         self.buffer, self.layout = bucket.buffer(), layout
-        if self.buffer.is_sparse:  # it holds that gradient alone, and has no views
+        if self.buffer.is_sparse:  # the buffer is one gradient, without views
             views = [self.buffer.to_dense()]
         elif layout.parameters[0].is_complex():  # the buffer is real, and DDP's views are of its first half
             parts = torch.view_as_complex(self.buffer.view(-1, 2)).split([p.numel() for p in layout.parameters])
@@ -232,13 +232,13 @@ class _Bucket:
         else:
             views = bucket.gradients()
         self.views = views if len(layout.places) == len(views) else [views[i] for i in layout.places]
-        if any(layout.other):  # the views of DDP's hooks are all row-major
+        if any(layout.other):  # DDP passes row-major views to hooks
             pairs = zip(self.views, layout.other, strict=True)
             self.views = [view.as_strided(view.shape, strides) if strides else view for view, strides in pairs]
         self.future: torch.futures.Future[Tensor] = device_of(self.buffer.device).future()
 
     def complete(self, mean: Leaves) -> None:
-        """Give DDP the means of the parameters in `mean`; the others keep this rank's own gradients."""
+        """Pass the means in `mean` to DDP; parameters that are not in it keep this rank's own gradients."""
         result = self.buffer
         pairs = [(view, mean[name]) for name, view in zip(self.layout.names, self.views, strict=True) if name in mean]
         if self.buffer.is_sparse:
@@ -253,35 +253,35 @@ def register(
 ) -> Handle:
     """Make an existing DDP model synchronize its gradients with `sync`.
 
-    Gradients are taken as DDP's buckets become ready, by parameter name. The pipeline's collectives run behind
-    the rest of backward, and the means are written into DDP's buckets when all of them are complete. It works with
-    `no_sync`, `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, several forwards per backward, and
-    on gloo and NCCL. Unused parameters count as zero gradients. Where the pipeline has no update in a step (`every`),
-    `.grad` is None after backward, unused or not. DDP has one hook slot, for good: the wrong choice if
-    another hook is in it. Where torch's class is not needed, `fnddp.DistributedDataParallel` overlaps better: it sees
+    The hook receives gradients by parameter name as DDP's buckets become ready. The pipeline's collectives run while
+    backward continues, and the means are written into DDP's buckets when all are complete. It works with `no_sync`,
+    `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, several forwards per backward, and on gloo and
+    NCCL. Unused parameters count as zero gradients. Where the pipeline has no update in a step (`every`), `.grad` is
+    None after backward, also for unused parameters. DDP accepts one hook and keeps it, so this cannot be combined with
+    another hook. If you do not need torch's class, `fnddp.DistributedDataParallel` overlaps better, because it sees
     each gradient, not only full buckets.
 
-    All ranks must call it. An error on one rank ends the step on all: that rank's `backward()` raises it, the others'
-    raise `StepFailedError`. The state is then what it was, and the gradients are each rank's own; clear them and go on.
-    After an error of which the others cannot be notified (a collective failed, a rank died, or the pipeline runs a
-    hook) this rank refuses further steps, and ranks that wait for it fail when it ends or when the process group's
-    timeout is over. An error in the rest of backward is reported when the model is called again; DDP then refuses
-    further steps there.
+    All ranks must call it. An error on one rank ends the step on all: that rank's `backward()` raises it, and the
+    others' raise `StepFailedError`. The state is then unchanged, and `.grad` holds each rank's own gradients; clear
+    them and continue. If the other ranks cannot be notified of an error (a collective failed, a rank died, or the
+    pipeline runs a hook), this rank refuses further steps, and the ranks that wait for it fail when it exits or when
+    the process group's timeout is over. An error in the rest of backward is reported when the model is called again;
+    DDP then refuses further steps on that rank.
 
     Args:
         model: The wrapped module.
-        sync: The pipeline, or its text. Reducers that name no group use the model's. "auto" measures which to take: see
+        sync: The pipeline, or its text. Reducers without a group use the model's. "auto" measures and chooses one: see
             `DistributedDataParallel`.
         wire, backend: See `value_and_grad`.
 
     Returns:
-        A handle whose `sync_state` can be saved (`fnddp.state_dict(handle.sync_state)`) and set.
+        A handle. Its `sync_state` can be saved (`fnddp.state_dict(handle.sync_state)`) and set.
 
     Raises:
         RankMismatchError: On all ranks, if they disagree about the pipeline, the parameters or the state.
         RuntimeError: The model has a hook already.
         TypeError: `model` is not a `DistributedDataParallel`; the pipeline is `weighted`.
-        ValueError: DDP was told to skip unused parameters.
+        ValueError: The model was wrapped with `skip_all_reduce_unused_params=True`.
 
     >>> import torch.distributed as dist
     >>> from fnddp import allreduce, error_feedback, powersgd
@@ -294,7 +294,7 @@ def register(
     >>> del model, handle  # before their process group: torch joins a thread there, which may wait for this one
     >>> dist.destroy_process_group()
     """
-    if DistributedDataParallel not in type(model).__mro__:  # isinstance is also true of fnddp's, which has no reducer
+    if DistributedDataParallel not in type(model).__mro__:  # isinstance also holds for fnddp's class, without a reducer
         raise TypeError(
             f"register: expected a torch.nn.parallel.DistributedDataParallel, got {type(model).__module__}."
             f"{type(model).__name__}; of a fnddp.DistributedDataParallel set `sync`"
@@ -330,7 +330,7 @@ def register(
 
 
 class Slot:
-    """The place of a handle in a model, which is empty in a copy of that model: there torch's class has no hook."""
+    """The reference from a model to its handle. A copy of the model has none, because torch does not copy hooks."""
 
     def __init__(self, handle: Handle | None = None) -> None:
         self._handle = handle
@@ -349,7 +349,7 @@ class Slot:
 
 @torch_private.skipped_by_dynamo
 def fnddp_hook(slot: Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The function in DDP's hook slot; DDP wants a plain function with these parameters."""
+    """Pass a bucket to the handle. DDP requires a plain function with these parameters as its hook."""
     return slot.feed(bucket)
 
 

@@ -43,17 +43,17 @@ def value_and_grad(
     wire: Wire = C10D,
     backend: str | None = None,
 ) -> Callable[Concatenate[T, State, P], tuple[V, T, State]]:
-    """Differentiate `loss_fn` and synchronize its gradients while the backward pass runs.
+    """Return a function that differentiates `loss_fn` and synchronizes the gradients while backward runs.
 
-    The pipeline is lowered at the first call; each gradient is passed on when it is ready, and collectives run behind
-    the rest of backward. The numbers are those of `sync(torch.func.grad(loss_fn)(params), state)`; that is also what
-    runs within torch.compile, another torch.func transform or torch.inference_mode.
+    The pipeline is lowered at the first call. Each gradient is sent when it is ready, and collectives run while
+    backward continues. The results are those of `sync(torch.func.grad(loss_fn)(params), state)`. Within torch.compile,
+    another torch.func transform or torch.inference_mode, that expression itself runs.
 
-    Start with `state = sync.init(params)`, and call `fnddp.verify(sync, params, state)` once if you want ranks that
-    disagree to raise. The wrong choice for a module with buffers that change in `forward` (BatchNorm): return
-    them as `aux`, or use a `DistributedDataParallel`.
+    Start with `state = sync.init(params)`. Call `fnddp.verify(sync, params, state)` once to raise an error if ranks
+    disagree. The wrong choice for a module with buffers that change in `forward` (BatchNorm): return them as `aux`, or
+    use `DistributedDataParallel`.
 
-    An error on one rank ends the step on all: this one raises it, the others `StepFailedError`. The next call works.
+    An error on one rank ends the step on all: that rank raises it, the others `StepFailedError`. The next call works.
 
     Args:
         loss_fn: `loss_fn(params, *batch) -> loss`, a scalar tensor, or `(loss, aux)` with `has_aux`.
@@ -61,20 +61,20 @@ def value_and_grad(
         has_aux: True if `loss_fn` returns auxiliary data in addition to the loss.
         wire: Moves bytes between ranks; torch.distributed by default.
         backend: Runs the computation between collectives: None for Python, or "inductor"; see
-            `docs/functional.md`. A pipeline that cannot be lowered is then an error.
+            `docs/functional.md`. With a backend, a pipeline that cannot be lowered is an error.
 
     Returns:
         `f(params, state, *batch, **kwargs) -> (value, grads, state)`. `params` is any pytree of floating-point tensors;
-        `value` is this rank's own loss, or `(loss, aux)`; `grads` is the mean over ranks, in the tree of `params`, zero
-        where the loss does not depend on a parameter, None where the pipeline has no update in this step.
+        `value` is this rank's own loss, or `(loss, aux)`. `grads` is the mean over ranks, with the tree of `params`:
+        zero for parameters that do not affect the loss, None where the pipeline has no update in this step.
 
     Raises:
         TypeError: At the call: a leaf of `params` is not floating-point or complex, or the loss is not a scalar tensor.
         ValueError: At the call: a leaf or its gradient is sparse.
         RuntimeError: At the call: `loss_fn` uses a reentrant activation checkpoint, or another custom autograd function
-            whose backward runs a backward that reaches a parameter; it calls `backward()` on parameters, or another
-            `value_and_grad` while gradients are enabled; two threads call it at once: make one for each; or inference
-            mode is on, and torch is older than 2.13.
+            with a nested backward that reaches a parameter; `loss_fn` calls `backward()` on parameters, or another
+            `value_and_grad` while gradients are enabled; two threads call this function at once (make one for each); or
+            inference mode is on, and torch is older than 2.13.
 
     >>> from fnddp import allreduce
     >>> params = {"w": torch.tensor([1.0, 2.0])}
@@ -92,20 +92,20 @@ def value_and_grad(
 
     def run(params: T, state: State, *batch: P.args, **kwargs: P.kwargs) -> tuple[V, T, State]:
         leaves, spec = tree.flatten(params)
-        # Parameters that require grad would have autograd record a second graph, which nothing uses.
+        # If parameters required grad, autograd would record a second, unused graph.
         leaves = {path: _checked(path, leaf).detach() for path, leaf in leaves.items()}
 
         def loss_of(leaves: Leaves, *batch: Any) -> Any:
             return loss_fn(tree.unflatten(spec, leaves), *batch, **kwargs)
 
-        if not DIFFERENTIATES_INFERENCE and torch.is_inference_mode_enabled():  # which breaks a graph
+        if not DIFFERENTIATES_INFERENCE and torch.is_inference_mode_enabled():  # breaks a graph
             raise RuntimeError(
                 f"value_and_grad: in inference mode torch {torch.__version__} gives zeros for gradients; leave it, or "
                 "install torch 2.13 or later"
             )
-        # In inference mode autograd records nothing, but torch.func does.
+        # In inference mode torch.func still differentiates; autograd does not.
         if torch.compiler.is_compiling() or is_transforming() or torch.is_inference_mode_enabled():
-            # Differentiated as a flat dict: torch.func knows torch's pytrees, fnddp all of optree's.
+            # Differentiate a flat dict, because torch.func does not know all pytrees that optree, and so fnddp, knows.
             grads, value = torch.func.grad_and_value(loss_of, has_aux=has_aux)(leaves, *batch)
             grads, state = over(wire, pipeline)(tree.unflatten(spec, grads), state)
             return value, grads, state
@@ -139,7 +139,7 @@ def _backward(
     has_aux: bool,
     step: Step,
 ) -> tuple[Tensor, Any]:
-    """Return loss and auxiliary data; put gradients into `step` as they arrive."""
+    """Return the loss and auxiliary data; pass gradients to `step` as they arrive."""
     task: int | None = None  # autograd's number for the backward of the loss
 
     def begin(_: Tensor) -> None:
@@ -169,20 +169,20 @@ def _backward(
         positions = {path: position for position, path in enumerate(variables)}
         for path, variable in variables.items():
             variable.register_post_accumulate_grad_hook(partial(arrives, path))
-        first = next_node_number()  # older ones are of the caller's graph, which is not to run
+        first = next_node_number()  # older nodes belong to the caller's graph, which must not run
         result = loss_of(variables, *batch)
     loss, aux = result if has_aux else (result, None)
     if not isinstance(loss, Tensor) or loss.ndim > 0:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(f"value_and_grad: loss_fn must return a scalar tensor, got {shown}; take its sum or mean")
-    if loss.requires_grad:  # otherwise no parameter is in it, and all gradients are zero
-        # Without inputs torch would accumulate gradients in leaves of the caller, too. Custom functions are among them,
-        # since autograd does not run one behind which it sees no parameter: its gradients would be zeros.
+    if loss.requires_grad:  # otherwise it depends on no parameter, and all gradients are zero
+        # Without `inputs` torch would also accumulate gradients in the caller's leaves. The inputs include custom
+        # functions, because autograd skips a node that leads to none of the inputs: its gradients would be zeros.
         inputs: list[Any] = [*variables.values(), *custom_functions(loss, first)]
         with loss.register_hook(begin):
             torch.autograd.backward(loss, inputs=inputs)
         for path, leaf in variables.items():
-            if leaf.grad is not None:  # a function has written it
+            if leaf.grad is not None:  # a custom function wrote it
                 raise _made_in_another_backward(path)
     return loss.detach(), tree.map_tensors(Tensor.detach, aux)
 
@@ -207,12 +207,12 @@ def _checked(path: str, leaf: Tensor) -> Tensor:
 class jit:
     """Run a pipeline through its plan: combined collectives, reused buffers, the same numbers as `sync` itself.
 
-    For gradients that are already complete. Call it as you call the pipeline; plans are made at the first call for
-    leaves of given shapes, for each phase. The wrong choice where gradients are still being computed: `value_and_grad`,
-    `register` and `DistributedDataParallel` overlap the same plan with backward. Within torch.compile it is `sync`.
+    Use it for gradients that are already complete, and call it as you call the pipeline. A plan is made at the first
+    call for given shapes and phase. While backward is still computing gradients, use `value_and_grad`, `register` or
+    `DistributedDataParallel`, which overlap the same plan with backward. Within torch.compile, `sync` itself runs.
 
     Args:
-        sync: The pipeline, or its text. One that cannot be lowered runs as it is.
+        sync: The pipeline, or its text. A pipeline that cannot be lowered runs as is.
         wire, backend: See `value_and_grad`.
 
     >>> from fnddp import allreduce, fp16
@@ -256,12 +256,12 @@ class jit:
         leaves, spec = tree.flatten(grads)
         if is_forward_ad():
             refuse_differentiation(leaves.values())
-        # Plans, and the memory that they keep, outlive inference mode.
+        # Outside of inference mode, because plans and their memory outlive it.
         with torch.inference_mode(False), self._engines.alone(leaves, state) as engine, applying(engine):
             done = engine.run({path: leaf.detach() for path, leaf in leaves.items()}, state, weight=weight)
             return tree.unflatten(spec, done.of(leaves)), engine.release_state()
 
-    def __reduce__(self) -> Any:  # a copy makes plans of its own, whose streams and memory are a device's
+    def __reduce__(self) -> Any:  # a copy makes its own plans: streams and memory belong to a device
         return partial(jit, wire=self._wire, backend=self._backend), (self._sync,)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The base classes of objects that own a pipeline and its state, and their numbers for a log."""
+"""Base classes of objects that own a pipeline and its state, and their statistics for a log."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ _log = logging.getLogger("fnddp")
 
 
 def biased_without_memory(sync: Sync) -> Sync | None:
-    """Return a transform in `sync` that leaves out parts of gradients for good, since no memory is around it."""
+    """Return a transform in `sync` that loses parts of gradients for good, because no error feedback encloses it."""
     if isinstance(sync, Memory):
         return None
     if isinstance(sync, powersgd | topk | dct_topk):
@@ -38,7 +38,7 @@ def biased_without_memory(sync: Sync) -> Sync | None:
 
 @cache
 def warn_without_memory(sync: Sync) -> None:
-    """Log once, on the first rank, that a pipeline leaves out parts of gradients for good."""
+    """Log once, on the first rank, that a pipeline loses parts of gradients for good."""
     if live_rank(None) == 0 and (biased := biased_without_memory(sync)):
         name = type(biased).__name__
         _log.warning(
@@ -48,7 +48,7 @@ def warn_without_memory(sync: Sync) -> None:
 
 
 def log_adopted(taken: Sync, saved: Sync) -> None:
-    """Log on the first rank that another pipeline replaces the one that "auto" has taken."""
+    """Log on the first rank that another pipeline replaces the one that "auto" chose."""
     taken, saved = taken.over(None), saved.over(None)
     if live_rank(None) == 0 and saved != taken:
         _log.warning(f'sync="auto" continues with {saved}, which was set or loaded, in place of {taken}')
@@ -61,14 +61,14 @@ class HasPipeline:
     _backward: Backward
     _group: str | None  # name of the model's process group; None for the default one
     _wire: Wire
-    _is_measured = False  # "auto" has chosen the pipeline, and that of a checkpoint replaces it
-    _compares = False  # ranks have still to compare the pipeline that "auto", or a checkpoint, has chosen
+    _is_measured = False  # "auto" chose the pipeline, so a checkpoint's may replace it
+    _compares = False  # ranks have yet to compare the pipeline that "auto" or a checkpoint chose
 
     @property
     def sync(self) -> Sync:
-        """The pipeline that runs: reducers that named no process group have the model's, unless that is the default.
+        """The pipeline that runs. Reducers without a process group use the model's, unless that is the default group.
 
-        It cannot be set: register another pipeline in a new model, or use `fnddp.DistributedDataParallel`.
+        It cannot be set. Register another pipeline in a new model, or use `fnddp.DistributedDataParallel`.
         """
         return self._engine.sync
 
@@ -76,8 +76,8 @@ class HasPipeline:
     def sync_state(self) -> State:
         """The pipeline's state after the last step: a pytree keyed by the names of the model's parameters.
 
-        It can be kept: later steps do not write over it. To continue from a saved state, set it on all ranks; they
-        compare its replicated parts, if there are any.
+        You may keep it, because later steps do not write over it. To continue from a saved state, set it on all ranks.
+        They compare its replicated parts, if there are any.
 
         Raises:
             CollectiveError: Another rank has not set its state within the timeout of the process group.
@@ -92,9 +92,9 @@ class HasPipeline:
         self.prepare_state(lambda: state)()
 
     def prepare_state(self, read: Callable[[], State]) -> Callable[[], None]:
-        """Return a function that sets the state which `read` returns, when all ranks agree on it: see `sync_state`.
+        """Call `read` for a state, compare it between ranks, and return a function that sets it: see `sync_state`.
 
-        All ranks call this. Nothing changes before they call the result; what `read` raises on one is an error on all.
+        All ranks call this. Nothing changes before they call the result. If `read` raises on one rank, all ranks raise.
         """
         self._settle()
         with device_of(self._engine.device).selected():
@@ -122,7 +122,7 @@ class HasPipeline:
 
     @property
     def learnt_order(self) -> list[str]:
-        """The order in which gradients come, by which buckets are laid out; empty before that is learnt."""
+        """The order in which gradients arrive, used to lay out buckets; empty before it is learnt."""
         return self._engine.learnt
 
     @learnt_order.setter
@@ -130,14 +130,14 @@ class HasPipeline:
         self._engine.continue_with(order)
 
     def refuse(self, error: BaseException | None) -> None:
-        """Refuse steps because of `error`, which has left parameters as they should not be; None to go on again.
+        """Refuse steps because `error` left wrong values in parameters; None to allow steps again.
 
-        All ranks call it, between steps. Steps that are refused for another reason stay so.
+        All ranks call it, between steps. Steps that are refused for another reason stay refused.
         """
         self._engine.refused = error
 
     def _settle(self) -> None:
-        """Fail a step whose backward did not finish: the other ranks wait in it, and not for what comes next."""
+        """Fail a step if its backward did not finish, because the other ranks still wait in that step."""
         if not torch_private.is_within_backward():
             self._backward.require_idle()
 
@@ -146,10 +146,10 @@ class HasPipeline:
         raise NotImplementedError
 
     def _require_one_choice(self, other_groups: Iterable[str | None] = ()) -> None:
-        """Raise a RankMismatchError on all ranks if checkpoints have replaced what "auto" took by other pipelines.
+        """Raise a RankMismatchError on all ranks if checkpoints replaced the choice of "auto" by different pipelines.
 
-        A forward calls this, and not `_adopt`: a rank that has loaded no checkpoint must take part. Ranks of
-        `other_groups` raise with them.
+        Forward calls this, not `_adopt`, so that a rank that loaded no checkpoint takes part. Ranks of `other_groups`
+        raise with them.
         """
         with device_of(self._engine.device).selected():
             about = 'the pipeline that "auto" took, or a checkpoint has replaced'
@@ -157,19 +157,19 @@ class HasPipeline:
         self._compares = False
 
     def sync_stats(self) -> SyncStats:
-        """Return the bytes and times of the last step, and the number of steps: a dict to log, for this rank.
+        """Return this rank's bytes and times of the last step, and the number of steps, as a dict to log.
 
-        Times are measured from the first call on, which itself returns None for them: call it once before training. It
-        waits for an accelerator. Setting another pipeline starts the counts of steps anew.
+        Times are measured from the first call on. That call returns None for them, so call it once before training. It
+        waits for an accelerator. Setting another pipeline resets the counts of steps.
         """
         return stats(self._engine)
 
 
 class PipelineHandle(HasPipeline):
-    """Base of handles of a pipeline in a model whose class is not fnddp's.
+    """Base of handles that add a pipeline to a model of a class that is not fnddp's.
 
     Args:
-        leaves: Tensors like the gradients, by name.
+        leaves: Tensors of the gradients' shapes and dtypes, by name.
         options: Further arguments of the engine.
 
     Attributes:
@@ -199,7 +199,7 @@ class PipelineHandle(HasPipeline):
         )
 
     def _connect(self, *, is_measured: bool) -> None:
-        """Get ready for the first step, when all ranks have agreed on the pipeline, which "auto" may have chosen."""
+        """Prepare the first step after all ranks have agreed on the pipeline; `is_measured` if "auto" chose it."""
         self._is_measured = self._compares = is_measured
         self._engine.connect()
 
@@ -212,20 +212,20 @@ class PipelineHandle(HasPipeline):
 
 
 class Writer(Protocol):
-    """A writer of scalars: `torch.utils.tensorboard.SummaryWriter`."""
+    """A writer of scalars, such as `torch.utils.tensorboard.SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> Any: ...
 
 
 def log_sync_stats(writer: Writer, model: HasPipeline, *, step: int | None = None, prefix: str = "fnddp/") -> SyncStats:
-    """Write the statistics of `model` to TensorBoard, or to anything with its `add_scalar`, and return them.
+    """Write the statistics of `model` to TensorBoard, or to any object with its `add_scalar`, and return them.
 
-    Call it on one rank: reading them waits for the device. For other loggers: `logger.log(model.sync_stats())`.
+    Call it on one rank, because reading them waits for the device. For other loggers: `logger.log(model.sync_stats())`.
 
     Args:
         writer: A `SummaryWriter`.
         model: The model, or the handle of `register`.
-        step: The number to write them under; None for the number of committed steps.
+        step: The step number to write; None for the number of committed steps.
         prefix: Prefix of each name.
 
     >>> import torch, fnddp

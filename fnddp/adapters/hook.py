@@ -14,7 +14,7 @@ from fnddp.core.sync import Exchange, State, Sync
 from fnddp.core.tree import Leaves, Tree, require_leaves
 
 
-# Not registered: a hook is an object, not text, so parse cannot make one.
+# Not registered: a hook is an object, not text, so `parse` cannot create one.
 @dataclass(frozen=True, repr=False)
 class from_hook(Sync):
     """Run a torch DDP communication hook as a reducer. The wrong choice if fnddp has a transform that does the same.
@@ -23,8 +23,8 @@ class from_hook(Sync):
     order, as in DDP's first step. Bucket indices never change, so stateful hooks need not wait for a rebuild.
 
     A hook is not pure: its `state` is neither checkpointed nor rolled back when a step fails. A hook does not report
-    what it sent, so `sent` is the mean: `error_feedback(from_hook(...))` remembers `input - mean`, as torch's PowerSGD
-    hook does by itself. torch's PowerSGD hooks wait inside callbacks and may abort on gloo; `powersgd` does not.
+    the values that it sent, so `sent` is the mean. `error_feedback(from_hook(...))` then remembers `input - mean`, like
+    torch's PowerSGD hook itself. torch's PowerSGD hooks wait in callbacks and may abort on gloo; `powersgd` does not.
 
     Args:
         hook: `hook(state, bucket) -> Future[Tensor]`.
@@ -96,7 +96,7 @@ class from_hook(Sync):
         }
 
     def __repr__(self) -> str:
-        # Without addresses of objects, so that the text is the same on all ranks.
+        # Without object addresses, so that the text is the same on all ranks.
         hook: Any = self.hook
         name = getattr(hook, "__qualname__", None)
         shown = f"{hook.__module__}.{name}" if name else f"<{type(hook).__name__}>"
@@ -104,7 +104,7 @@ class from_hook(Sync):
 
 
 class Bucket:
-    """A duck-typed `dist.GradBucket`, which Python cannot construct."""
+    """A duck-typed `dist.GradBucket`, because Python cannot construct that class."""
 
     def __init__(
         self, buffer: Tensor, shapes: list[torch.Size], index: int, is_last: bool, parameters: list[Tensor] | None

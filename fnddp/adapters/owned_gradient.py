@@ -1,4 +1,4 @@
-"""What stands in `.grad` of a parameter whose gradient is at the ranks that own it, so that clipping finds it there."""
+"""Placeholders in `.grad` of parameters with a gradient on other ranks, their owners. They make clipping work."""
 
 import weakref
 from typing import Any
@@ -25,20 +25,20 @@ _EACH = {
     aten._foreach_clamp_min_.Scalar: aten.clamp_min_.default,
     aten._foreach_clamp_max_.Scalar: aten.clamp_max_.default,
 }
-"""What operations on lists, such as those of clipping with `foreach=True`, do with each tensor."""
+"""For operations on lists, such as those in clipping with `foreach=True`, the operation on each tensor."""
 
 
 class OwnedGradient(Tensor):
-    """Stands in a parameter's `.grad` for a mean that is at the ranks that own it.
+    """A placeholder in a parameter's `.grad` for a mean that is stored on the ranks that own it.
 
-    Norms are those of the whole mean, on all ranks, which all take them in one order. Multiplying by a number, clamping
-    and `zero_` change it where it is. So `torch.nn.utils.clip_grad_norm_` works as on a mean that every rank has. Other
-    operations are a RuntimeError.
+    Its norm is the norm of the complete mean; all ranks must ask for norms in the same order. Multiplying by a number,
+    clamping and `zero_` change the mean on its owners. So `torch.nn.utils.clip_grad_norm_` works as if every rank had
+    the mean. Other operations raise a RuntimeError.
 
     Attributes:
         path: The name of the parameter.
-        owned: The model, which knows where the gradient is: an `OwnerDataParallel`.
-        added: What backwards have added that are not synchronized yet, if anything.
+        owned: The model that knows the owners of the gradient, an `OwnerDataParallel`.
+        added: The sum of gradients from backwards that are not synchronized yet, if any.
     """
 
     path: str
@@ -63,7 +63,7 @@ class OwnedGradient(Tensor):
         if func is aten.detach.default:
             return self
         is_sum = func is aten.add_.Tensor and not kwargs and isinstance(others[0], Tensor)
-        if owned is not None and is_sum and others[0].shape == self.shape:  # autograd accumulates
+        if owned is not None and is_sum and others[0].shape == self.shape:  # autograd accumulates a gradient
             self.added = others[0].clone() if self.added is None else self.added.add_(others[0])
             return self
         if owned is not None and func is aten.linalg_vector_norm.default and len(args) < 3 and not kwargs:
@@ -84,7 +84,7 @@ class OwnedGradient(Tensor):
             return self
         names = [each.path for each in optree.tree_leaves(args) if isinstance(each, cls)]  # pyright: ignore
         what = f"that of {names[0]!r}" if names else "one"
-        raise RuntimeError(  # of a TypeError Python makes "unsupported operand"
+        raise RuntimeError(  # not a TypeError: Python would change its text to "unsupported operand"
             f"own: gradients are at the ranks that own them, so {func} cannot have {what}. Norms, clipping (as in "
             "torch.nn.utils.clip_grad_norm_), scaling by a number and zero_ work here, on all ranks alike; what this "
             "rank owns is in the param_groups of the optimizer"
@@ -95,10 +95,10 @@ class OwnedGradient(Tensor):
 
 
 class OthersGradient(Tensor):
-    """The gradient of the one element that stands in an optimizer for leaves of other ranks: zero, or NaN.
+    """The gradient of an optimizer's substitute for the leaves of other ranks: one element, zero or NaN.
 
-    A loss scaler reads it. Its norm is a RuntimeError: clipping by that of the optimizer's parameters would use another
-    one on each rank.
+    A loss scaler reads it. Its norm raises a RuntimeError: clipping the optimizer's parameters, instead of the model's,
+    would use a different norm on each rank.
     """
 
     value: Tensor

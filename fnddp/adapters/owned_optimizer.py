@@ -1,4 +1,4 @@
-"""An optimizer whose parameters are those that a rank owns, and the second hop, which sends what it makes of them."""
+"""An optimizer for the parameters that a rank owns, and the second hop that sends their new weights."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,14 +23,14 @@ from fnddp.transforms.memory import ef21
 
 
 class OwnedOptimizer:
-    """One optimizer, whose parameters are those that this rank owns; the second hop sends what it makes of them.
+    """One optimizer for the parameters that this rank owns. The second hop sends their new weights to all ranks.
 
     Attributes:
-        own: What this rank owns, by name: a parameter that shares memory with the model's, or one of its own.
-        has_own_memory: True if the weights of the owner have memory of their own.
-        others: One element in the place of each leaf of other ranks. The first one's gradient is zero, or NaN: a loss
-            scaler reads there that gradients were finite, on a rank whose own leaves have none. No step sees it.
-        placeholders: What stands in `.grad` of the model's parameters that have a gradient at their owners.
+        own: The parts that this rank owns, by name: parameters that share memory with the model's, or have their own.
+        has_own_memory: True if the owner's weights are in separate memory, not in the model's.
+        others: A substitute of one element for each leaf of other ranks. The first one's gradient is 0 or NaN, so that
+            a loss scaler sees overflow on a rank that owns no gradient. Optimizer steps do not see it.
+        placeholders: The objects in `.grad` of those parameters of the model that have a gradient at their owners.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class OwnedOptimizer:
         self.rank = collectives.rank(group)
         self.sends_differences = isinstance(weights, ef21)
         codecs = codecs_of(weights)
-        self._is_exact = isinstance(codecs, all_gather)  # nothing is lost on the way
+        self._is_exact = isinstance(codecs, all_gather)  # the second hop is lossless
         self.has_own_memory = not (self._is_exact and dtype in (None, *{p.dtype for p in self.parameters.values()}))
         self.own: dict[str, nn.Parameter] = {}
         self.others: dict[str, nn.Parameter] = {}
         self.placeholders: dict[str, OwnedGradient] = {}
-        self.zeroed: set[str] = set()  # leaves of other ranks whose gradients have been set to zero
-        self._seen: Leaves = {}  # what the model had of them after the last step, where owners have more
+        self.zeroed: set[str] = set()  # leaves of other ranks with gradients set to zero
+        self._seen: Leaves = {}  # the model's values after the last step, if owners have separate memory
         self._take(dtype)
         sync = with_halves(codecs, to_all(owners=owners)).over(group, unnamed_only=True)
         like = {name: self._sent_like(name, device="meta") for name in self.parameters}
@@ -77,7 +77,7 @@ class OwnedOptimizer:
         return torch.empty(self.owners.sent_shape(name), dtype=dtype, device=device or p.device)
 
     def _take(self, dtype: torch.dtype | None) -> None:
-        """Put what this rank owns in place of the model's parameters, with the state that the optimizer has of them."""
+        """Replace the optimizer's parameters by the parts that this rank owns, and cut its state accordingly."""
         optimizer, before = self.optimizer, {id(p): name for name, p in self.parameters.items()}
         self._dtypes = {name: dtype or p.dtype for name, p in self.parameters.items()}
         for name, p in self.parameters.items():
@@ -100,13 +100,13 @@ class OwnedOptimizer:
         optimizer.register_load_state_dict_post_hook(self._divide_loaded)
 
     def _divide_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep what this rank owns of a state that `optimizer.load_state_dict` has loaded, such as a whole one."""
+        """Keep this rank's part of a state that `optimizer.load_state_dict` has loaded, for example a complete one."""
         for name, p in self.own.items():
             state = optimizer.state.get(p, {})
             state.update({key: self.own_part(name, value) for key, value in state.items()})
 
     def own_part(self, name: str, value: Any) -> Any:
-        """Return a copy of what this rank owns of a value of an optimizer's state: its rows, of one like the leaf."""
+        """Return a copy of this rank's part of a value in the optimizer's state: its rows of a value like the leaf."""
         if not isinstance(value, Tensor):
             return value
         is_whole = value.shape == self.owners.shape(name)
@@ -118,7 +118,7 @@ class OwnedOptimizer:
         require_same_parameters("own", self.optimizer, known)
 
     def check(self) -> None:
-        """Follow the model's parameters; see `follow`.
+        """Check gradients and parameters before a step, and copy changes of the model's parameters: see `follow`.
 
         Raises:
             RuntimeError: A gradient was never synchronized, or the optimizer has new parameters.
@@ -137,24 +137,24 @@ class OwnedOptimizer:
         return self.owners.own(name, self.parameters[name].detach(), self.rank)
 
     def written(self) -> Leaves:
-        """Return the new weights, where owners have more than the model and its values are not those of the last step.
+        """Return this rank's rows of the model's weights, if owners have separate memory and these rows were changed.
 
-        Values count: an evaluation swaps the weights of an average in, and those of training in again.
+        Values are compared, because an evaluation may swap averaged weights in, and then the training weights again.
         """
         rows = {name: self._rows(name) for name in self._seen}
         return {name: rows[name].to(self._dtypes[name], copy=True) for name in changed(rows, self._seen)}
 
     def follow(self, *, everything: bool = False) -> None:
-        """Take over what has been written to the model's parameters since the last step, or `everything` there."""
+        """Copy to the owned weights what was written to the model's since the last step; `everything` copies all."""
         for name, own in self.own.items():
             if not self.has_own_memory and own.data_ptr() != (rows := self._rows(name)).data_ptr():
-                own.data = rows  # .data of the model's is another tensor now
+                own.data = rows  # the model's `.data` was replaced
         for name in self._seen if everything else self.written():
             for each in (self.own[name].detach(), self._seen[name]):
                 each.copy_(self._rows(name))
 
     def follow_cleared(self) -> None:
-        """Clear the gradients whose placeholders are gone, as by `zero_grad` of the module."""
+        """Clear the gradients of parameters without their placeholder, for example after the module's `zero_grad`."""
         zeroed = [name for name, each in self.placeholders.items() if self.parameters[name].grad is not each]
         for name in zeroed:
             del self.placeholders[name]
@@ -165,7 +165,7 @@ class OwnedOptimizer:
                 p.grad = None
 
     def clear(self, name: str) -> None:
-        """Note that the gradient of a leaf of other ranks is zero now. Once all are, what stands for them is."""
+        """Record that the gradient of another rank's leaf is zero. Once all are zero, zero the substitute's too."""
         self.zeroed.add(name)
         if self.others.keys() & self.placeholders.keys() <= self.zeroed:
             for p in self.others.values():
@@ -173,19 +173,19 @@ class OwnedOptimizer:
                     p.grad.zero_()
 
     def remove_placeholders(self) -> None:
-        """Take placeholders out of the model's parameters: a backward accumulates there."""
+        """Remove placeholders from the model's parameters, because a backward accumulates there."""
         self.follow_cleared()
         for name, each in self.placeholders.items():
             self.parameters[name].grad, each.added = each.added, None
 
     def restore_placeholders(self) -> None:
-        """Put back what `remove_placeholders` has taken out, with what was not synchronized."""
+        """Restore the placeholders that `remove_placeholders` removed; they keep unsynchronized gradients."""
         for name, each in self.placeholders.items():
             p = self.parameters[name]
             if p.grad is not each:
                 p.grad, each.added = each, p.grad
 
-    @torch.inference_mode(False)  # plans keep memory
+    @torch.inference_mode(False)  # plans keep memory, so it must not be made in inference mode
     @torch.no_grad()
     def send(self) -> None:
         """Send the weights that this rank owns, and write those of all owners to the model."""
@@ -216,14 +216,14 @@ class OwnedOptimizer:
             seen.copy_(self._rows(name))
 
     def alone(self) -> AbstractContextManager[None]:
-        """Let the groups of the optimizer have what this rank owns alone."""
+        """Leave only this rank's own parameters in the optimizer's groups in the block."""
         return groups_of(self.optimizer, {p: p for p in self.own.values()})
 
     @contextmanager
     def filled(self) -> Generator[None]:
-        """Give an optimizer without a state one in the block, by a step of length zero: a checkpoint is loaded into it.
+        """Create a state in the block, by a step with learning rate 0, for an optimizer without one: to load into.
 
-        Behind the block it has none again, since that step would count in training: Adam's next were its second.
+        After the block it has no state again. The step would otherwise count: Adam's next step would be its second.
         """
         if self.optimizer.state or not self.own:
             yield

@@ -1,4 +1,4 @@
-"""Sharded optimizers (ZeRO-1, Muon): each leaf is updated by the rank that owns it, which sends its update to all."""
+"""Sharded optimizers (ZeRO-1, Muon): the rank that owns a leaf updates it, and sends the update to all ranks."""
 
 import functools
 import math
@@ -57,7 +57,7 @@ STATE = "state."
 
 
 class _OwnerSteps(Steps):
-    """Steps whose means are this rank's own leaves alone."""
+    """Steps that return the means of this rank's own leaves only."""
 
     owners: "OwnerDataParallel"
     needs_earlier_gradients = True  # a placeholder must be gone before a gradient is added to it
@@ -75,7 +75,7 @@ class _OwnerSteps(Steps):
 
     def _finish(self) -> None:
         super()._finish()
-        self.owners.restore_placeholders()  # where this backward had no gradient
+        self.owners.restore_placeholders()  # for parameters without a gradient in this backward
 
     def _undo(self) -> None:
         super()._undo()
@@ -84,7 +84,7 @@ class _OwnerSteps(Steps):
     def _end(self) -> Synchronized:
         step = self.engine.step
         assert step is not None
-        step.watch(False)  # ranks agree on whether anything was not finite: a loss scaler skips on all, or on none
+        step.watch(False)  # makes ranks agree on NaN or infinity: loss scalers skip on all ranks or none
         done = super()._end()
         self.owners.begin_gradients(step.found_nonfinite)
         return done
@@ -99,13 +99,13 @@ class _OwnerSteps(Steps):
 
 
 class OwnerDataParallel(DistributedDataParallel):
-    """A wrapped module whose gradients go to the ranks that own them, and whose weights come from there: see `own`.
+    """A wrapped module that sends gradients to the ranks that own them, and receives weights from them: see `own`.
 
-    It is a `fnddp.DistributedDataParallel`: `no_sync`, `weight`, `plan`, `sync_state` and what it says about failures
-    hold. Gradients are in the parameters of the optimizer; in those of the model others stand for them.
+    It is a `fnddp.DistributedDataParallel`: `no_sync`, `weight`, `plan`, `sync_state` and the rules for failures are
+    the same. The optimizer's parameters hold the gradients; `.grad` of the model's parameters holds placeholders.
     """
 
-    steps_class, _takes_in_thawed = _OwnerSteps, False  # they would have no owners
+    steps_class, _takes_in_thawed = _OwnerSteps, False  # thawed parameters would have no owners
 
     def __init__(
         self,
@@ -123,9 +123,9 @@ class OwnerDataParallel(DistributedDataParallel):
         super().__init__(module, sync=gradients, **options)
         self._steps.owners = self  # pyright: ignore[reportAttributeAccessIssue]
         self._is_nonfinite: Tensor | bool = False
-        self._inconsistent_since: BaseException | None = None  # the error of a step that some owners alone have taken
-        self._norms: dict[float, dict[str, Tensor]] = {}  # those that are not taken yet
-        self._has_others: set[OwnedOptimizer] = set()  # of those whose other leaves have got means of this backward
+        self._inconsistent_since: BaseException | None = None  # the error of a step that only some owners took
+        self._norms: dict[float, dict[str, Tensor]] = {}  # gathered, but not used yet
+        self._has_others: set[OwnedOptimizer] = set()  # with a substitute's gradient of this backward
         self._sharded = [
             OwnedOptimizer(
                 optimizer, parameters, each, weights, self._group, master_dtype, self._bucket_caps, self._engine.lane
@@ -140,7 +140,7 @@ class OwnerDataParallel(DistributedDataParallel):
     # Steps of optimizers
 
     def _wrap(self, sharded: OwnedOptimizer) -> None:
-        """Let `step` and `zero_grad` of the optimizer do what is theirs here, as schedulers wrap `step`."""
+        """Wrap `step` and `zero_grad` of the optimizer, as schedulers wrap `step`."""
         optimizer: Any = sharded.optimizer
         zero_grad = optimizer.zero_grad
 
@@ -174,16 +174,16 @@ class OwnerDataParallel(DistributedDataParallel):
         try:
             return torch_private.between_step_hooks(sharded.optimizer, run, args, kwargs)
         except BaseException as error:
-            if not is_over:  # the other ranks wait for what this one sends
+            if not is_over:  # the other ranks wait for this rank's weights
                 begin_next([sharded.engine])
                 sharded.engine.fail(error)
                 self._end_by(error)
             raise
 
     def _require_same_optimizer(self, sharded: OwnedOptimizer) -> None:
-        """Raise a RankMismatchError on all ranks, before anything changes, where they do not step the same optimizer.
+        """Raise a RankMismatchError on all ranks, before anything changes, unless all step the same optimizer.
 
-        Messages of two optimizers may have one size, and would then be taken for each other's.
+        Messages of two optimizers may have the same size, so ranks could otherwise mix them up.
         """
         if len(self._sharded) == 1 or world_size(self._group) == 1:
             return
@@ -217,7 +217,7 @@ class OwnerDataParallel(DistributedDataParallel):
             raise
 
     def _end_by(self, error: BaseException) -> None:
-        """Refuse later steps, and checkpoints: some owners have updated theirs, and others have not."""
+        """Refuse later steps and checkpoints: some owners have updated their leaves, and others have not."""
         self._engine.broken = self._inconsistent_since = error
 
     # Gradients
@@ -228,17 +228,17 @@ class OwnerDataParallel(DistributedDataParallel):
             each.remove_placeholders()
 
     def restore_placeholders(self) -> None:
-        """Undo `remove_placeholders`, for what a backward has not reached, or all if it has failed."""
+        """Undo `remove_placeholders` for parameters that a backward did not reach; for all if it failed."""
         for each in self._sharded:
             each.restore_placeholders()
 
     def begin_gradients(self, is_nonfinite: Tensor | bool) -> None:
-        """Expect means, of which some rank's may not be finite."""
+        """Start receiving means; `is_nonfinite` is true if some rank received NaN or infinity."""
         self._is_nonfinite, self._has_others = is_nonfinite, set()
         self._norms.clear()
 
     def receive(self, name: str, mean: Tensor, sparse_dims: int | None) -> None:
-        """Add the mean of what this rank owns to the gradient of its own parameter, for which the model's stands in."""
+        """Add the mean to the gradient of this rank's own parameter; put a placeholder in the model's `.grad`."""
         sharded = self._of[name]
         p = sharded.parameters[name]
         sharded.zeroed.discard(name)
@@ -253,7 +253,7 @@ class OwnerDataParallel(DistributedDataParallel):
             own, sparse_dims = next(iter(sharded.others.values())), None
             mean = torch.zeros_like(own)
         mean = mean.to(own.dtype)
-        if self._is_nonfinite is not False:  # on some rank: loss scalers of all ranks must see it
+        if self._is_nonfinite is not False:  # NaN on some rank: loss scalers of all ranks must see it
             mean = torch.where(torch.as_tensor(self._is_nonfinite, device=mean.device), math.nan, mean)
         if sparse_dims is None and mean.stride() != own.stride():
             mean = torch.empty_like(own).copy_(mean)
@@ -262,7 +262,7 @@ class OwnerDataParallel(DistributedDataParallel):
         own.grad = mean if name in sharded.own else OthersGradient(mean)
 
     def change_gradient(self, name: str, change: Callable[[Tensor], object], *, clears: bool) -> None:
-        """Apply `change` to what this rank owns of a gradient, if anything; `clears` if that makes it zero."""
+        """Apply `change` to this rank's part of a gradient, if it owns one; `clears` if the result is zero."""
         self._norms.clear()
         sharded = self._of[name]
         own = sharded.own.get(name)
@@ -275,7 +275,7 @@ class OwnerDataParallel(DistributedDataParallel):
     def norm_of_gradient(self, name: str, order: float) -> Tensor:
         """Return the norm of a whole gradient. All ranks call it.
 
-        Those behind it in the order of parameters travel with it, for clipping, which takes them next.
+        The same collective gathers the norms of all leaves, because clipping needs the next ones right after this.
         """
         left = self._norms.get(order, {})
         if name not in left:
@@ -298,10 +298,10 @@ class OwnerDataParallel(DistributedDataParallel):
         return norms
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip the gradients of all owners by the norm of all of them together. All ranks call it, before any step.
+        """Clip the gradients of all owners by their total norm. All ranks call it, before any step.
 
-        It is `torch.nn.utils.clip_grad_norm_` of the model's parameters. The norm of leaves that have one owner is that
-        of torch to the bit.
+        Does the same as `torch.nn.utils.clip_grad_norm_` of the model's parameters. For leaves with one owner the norm
+        is exactly torch's.
 
         Returns:
             The norm, the same on all ranks.
@@ -314,7 +314,7 @@ class OwnerDataParallel(DistributedDataParallel):
         for each in self._sharded:
             each.optimizer.zero_grad(set_to_none)
 
-    # What is printed
+    # Reports
 
     @property
     def owners(self) -> Owners:
@@ -324,11 +324,11 @@ class OwnerDataParallel(DistributedDataParallel):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers, in the order in which `own` was given them."""
+        """The optimizers, in the order in which they were passed to `own`."""
         return [each.optimizer for each in self._sharded]
 
     def owned_by(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-        """Return what this rank owns of an optimizer's parameters."""
+        """Return the parameters of an optimizer that this rank owns."""
         return [p for each in self._sharded if each.optimizer is optimizer for p in each.own.values()]
 
     @property
@@ -337,11 +337,11 @@ class OwnerDataParallel(DistributedDataParallel):
         return [each.engine.prepare() for each in self._sharded]
 
     def show_owners(self) -> str:
-        """Return a table of the ranks: what each owns for each optimizer, and its load.
+        """Return a table with a row for each rank: the leaves it owns for each optimizer, and its load.
 
-        Load is what owners are balanced by: elements, or for Muon the multiplications of an orthogonalization. Wire
-        bytes, what a rank passes to its collectives, are the same on all ranks; `plan` and each of `weight_plans` say
-        what that is on a link: `plan.estimate("1gbit").link_bytes`.
+        Leaves are divided to balance loads. A load counts elements, or for Muon the multiplications of an
+        orthogonalization. Wire bytes, the bytes that a rank passes to its collectives, are the same on all ranks. For
+        the bytes on a link see `plan.estimate("1gbit").link_bytes`, of `plan` and of each of `weight_plans`.
         """
         lines: list[str] = []
         for each in self._sharded:
@@ -364,9 +364,9 @@ class OwnerDataParallel(DistributedDataParallel):
     # Checkpoints
 
     def require_consistent(self) -> None:
-        """Raise a RuntimeError, on all ranks, if a step has failed in which some owners have updated theirs.
+        """Raise a RuntimeError, on all ranks, if a step failed after some owners had updated their leaves.
 
-        Also if an optimizer has got a parameter that no rank owns, which a checkpoint would leave out.
+        Raise one also if an optimizer has a new parameter that no rank owns: a checkpoint would leave it out.
         """
         for each in self._sharded:
             each.require_same_parameters()
@@ -377,12 +377,11 @@ class OwnerDataParallel(DistributedDataParallel):
             ) from error
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the state of all optimizers by the names of parameters, whole, on the CPU. All ranks call it.
+        """Return the complete state of all optimizers by parameter name, on the CPU. All ranks call it.
 
         It has the form of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, so it loads on any number
-        of ranks, and into the same optimizers without owners. Where owners have weights of their own, those are
-        there too, under "weights". The wrong choice where all state does not fit into a rank's memory: see
-        `optimizer_checkpoint`.
+        of ranks, and into the same optimizers without `own`. If owners keep weights of their own, these are included
+        under "weights". Use `optimizer_checkpoint` instead if the state does not fit into a rank's memory.
         """
         self.require_consistent()
         mine: dict[str, Any] = {}
@@ -407,20 +406,20 @@ class OwnerDataParallel(DistributedDataParallel):
         return saved
 
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load the result of `optimizer_state_dict`, or torch's, of any number of ranks: each takes what it owns.
+        """Load the result of `optimizer_state_dict`, or torch's, from any number of ranks: each keeps its own leaves.
 
-        Load the model's weights first. What another second hop has not saved begins anew: owners' weights are the
-        model's, and random numbers those that come next here.
+        Load the model's weights first. State that is missing because another second hop saved it starts anew: owners'
+        weights are then the model's, and random numbers continue from this run's generator.
 
         Raises:
-            ValueError: It is of other optimizers or parameters.
+            ValueError: The state is of other optimizers or parameters.
         """
         groups = list(saved["param_groups"])
         require_same_groups(groups, self._groups())
         for each in self._sharded:
             for name, p in each.own.items():
                 of_leaf = saved["state"].get(without_wrappers(name), {})
-                shapes = [each.owners.shape(name), p.shape]  # rows come from an OptimizerCheckpoint
+                shapes = [each.owners.shape(name), p.shape]  # an OptimizerCheckpoint saves rows
                 require_shapes("load_optimizer_state_dict", each.optimizer, name, shapes, of_leaf)
         for each in self._sharded:
             count = len(each.optimizer.param_groups)
@@ -439,7 +438,7 @@ class OwnerDataParallel(DistributedDataParallel):
                 indexed.append({**options, "params": list(range(at, at + len(held["params"])))})
                 at += len(held["params"])
             each.optimizer.load_state_dict({"state": state, "param_groups": indexed})
-            each.follow(everything=True)  # a state of other hops has no weights of owners
+            each.follow(everything=True)  # another second hop saved no owners' weights
             for name, whole in dict(saved.get("weights", {})).items():
                 if name in own and each.has_own_memory:
                     each.own[own[name]].detach().copy_(each.own_part(own[name], whole))
@@ -450,8 +449,8 @@ class OwnerDataParallel(DistributedDataParallel):
     def optimizer_checkpoint(self) -> "OptimizerCheckpoint":
         """Return the state of all optimizers for torch.distributed.checkpoint, without gathering it anywhere.
 
-        Before the first step it is that behind a step of length zero, as torch saves it, which counts where it is
-        loaded; `fnddp.integrations.checkpoint.save` notes that there was none.
+        Before the first step it is the state after a step with learning rate 0, as torch saves it. Loaded, that step
+        counts; `fnddp.integrations.checkpoint.save` records that there was none.
         """
         return OptimizerCheckpoint(self)
 
@@ -467,12 +466,12 @@ class OwnerDataParallel(DistributedDataParallel):
         if len(parts) < 2:
             return parts[0] if parts else {}
         joined: dict[str, Any] = {}
-        for key, first in parts[0].items():  # of an optimizer that computes each element by itself
+        for key, first in parts[0].items():  # of an optimizer that updates each element by itself
             is_cut = isinstance(first, Tensor) and first.ndim == len(owners.shape(name))
             joined[key] = torch.cat([part[key] for part in parts]) if is_cut else first
         return joined
 
-    # What has no place here
+    # Unsupported
 
     def join(self, *_: Any, **__: Any) -> AbstractContextManager[None]:  # pyright: ignore
         raise TypeError("own: join lets a rank that has no inputs left run no step, but it owns leaves; use weight(0)")
@@ -485,15 +484,15 @@ class OwnerDataParallel(DistributedDataParallel):
 
 
 class OptimizerCheckpoint:
-    """A `torch.distributed.checkpoint.stateful.Stateful`: each rank saves, and loads, what it owns.
+    """A `torch.distributed.checkpoint.stateful.Stateful`: each rank saves, and loads, the leaves that it owns.
 
-    Leaves that are cut by rows are DTensors, so any number of ranks loads them.
+    Leaves that are cut by rows are DTensors, so any number of ranks can load them.
 
     Attributes:
-        stepped: Optimizers that have taken a step on some rank: leaves of theirs without a state are saved without one.
-        left_out: Names of leaves whose state is not loaded, since what was saved has none.
-        saved: Keys of what is loaded, if it may be of another second hop, which has none of what this one keeps; None
-            where all is there.
+        stepped: Optimizers that have taken a step on some rank. Their leaves without a state are saved without one.
+        left_out: Names of leaves that have no state in the checkpoint, so that none is loaded.
+        saved: Keys of the checkpoint to load, if another second hop may have saved it, so that entries can be missing;
+            None if it has all of them.
     """
 
     def __init__(self, model: OwnerDataParallel) -> None:
@@ -509,7 +508,7 @@ class OptimizerCheckpoint:
         return [without_wrappers(name) for each in sharded for name in each.parameters]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of what this rank owns, by name; of an optimizer without one, one to load into."""
+        """Return the state of this rank's leaves, by name; of an optimizer without a state, one to load into."""
         model = self._model
         model.require_consistent()
         saved: dict[str, Any] = {}
@@ -533,7 +532,7 @@ class OptimizerCheckpoint:
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the state of what this rank owns."""
+        """Set the state of the leaves that this rank owns."""
         model = self._model
         state: dict[str, dict[str, Any]] = {}
         weights: dict[str, Tensor] = {}
@@ -578,48 +577,48 @@ def own(
     bucket_cap_mb: float | None = None,
     **options: Any,
 ) -> OwnerDataParallel:
-    """Shard optimizers: send each gradient to the rank that owns its leaf, and send that rank's update to all.
+    """Shard optimizers: send each gradient to the rank that owns its leaf, and that rank's update to all ranks.
 
-    Each rank holds the optimizer's state of its own leaves, 1 / n of it (ZeRO-1), and a matrix is orthogonalized once,
-    not n times (Muon). The first hop runs behind backward. `optimizer.step()` updates what this rank owns, and then
-    runs the second hop, with weights, or with `ef21` what they have changed by, which survives few bits. With
-    `two_shot` and `allgather` the weights are, to the bit, those of the same optimizer on every rank with the exact
-    mean.
+    Each rank holds the optimizer's state for its own leaves, 1 / n of it (ZeRO-1), and a matrix is orthogonalized once,
+    not n times (Muon). The first hop sends gradients to owners while backward runs. `optimizer.step()` updates the
+    leaves that this rank owns, and then runs the second hop. It sends weights, or with `ef21` their changes, for which
+    few bits suffice. With `two_shot` and `allgather` the weights are bitwise those of the same optimizer on every rank
+    with the exact mean.
 
     The optimizer keeps its groups, rates and schedules. A leaf has no gradient, and so no state, on ranks that do not
-    own it. `torch.nn.utils.clip_grad_norm_` of the model's parameters works unchanged. Call what all ranks must (a
-    step, a clip, a checkpoint) on all of them. One that mixes leaves (a norm over all of them, blocks of several
-    leaves, L-BFGS) is wrong here: each rank has only its own. Norms of single leaves (LAMB, LARS, Adafactor, Muon) are
-    right, since whole leaves have one owner.
+    own it. `torch.nn.utils.clip_grad_norm_` of the model's parameters works unchanged. All ranks must call the same
+    steps, clips and checkpoints. Optimizers that mix leaves (a norm over all of them, blocks of several leaves, L-BFGS)
+    give wrong results, because each rank has only its own leaves. Those that take norms of single leaves (LAMB, LARS,
+    Adafactor, Muon) are correct, because their leaves are never cut: each has one owner.
 
-    The wrong choice for a small state on a fast link: a step waits for two hops. For a model that FSDP2 shards, whose
-    optimizer holds shards already: see `own_matrices` there.
+    The wrong choice for a small state on a fast link, because a step waits for two hops. If FSDP2 shards the model, its
+    optimizer holds shards already: use `fnddp.integrations.fsdp.own_matrices`.
 
     Args:
         model: Not wrapped in DDP.
         optimizer: One, or several for different parameters, such as `torch.optim.Muon` for matrices and AdamW for the
-            rest. Together they have all parameters that require a gradient. A state that it has already is divided.
+            rest. Together they have all parameters that require a gradient. An existing state is divided among owners.
         gradients: `two_shot` with codecs around it, and `error_feedback` around these, or its text.
-        weights: `allgather` with codecs around it, and `ef21` around these: differences to what all ranks have. With
-            codecs the owner keeps the exact weights of its leaves in memory of its own, and a copy of what the model
-            had of them after the last step, to see what is written there.
+        weights: `allgather` with codecs around it, and `ef21` around these, to send changes instead of weights. With
+            codecs the owner keeps the exact weights of its leaves in separate memory, and a copy of the model's values
+            after the last step, to notice when someone else writes to the model.
         process_group: The ranks; None for the default group.
         master_dtype: The dtype of owners' weights, such as `torch.float32` for a model in bfloat16; None for that of
             the model.
-        cost: What a leaf costs its owner, by name and parameter. None for its elements, and for Muon its rows x columns
-            x the smaller of both. Leaves are balanced for each optimizer, the costliest first.
-        cut: Let several ranks own rows of a leaf of 16,384 elements or more, if the optimizer, one of torch's, computes
-            each element by itself.
+        cost: Function of a leaf's name and parameter that returns its cost for the owner. None for its number of
+            elements; for Muon, rows x columns x the smaller of both. Balanced per optimizer, costliest leaf first.
+        cut: Let several ranks own rows of a leaf of 16,384 elements or more, if the optimizer is one of torch's that
+            update each element by itself.
         bucket_cap_mb: See `DistributedDataParallel`; for both hops. None for 25 MiB, or half as much for each rank if
             that is more: rows for owners are padded to the longest in a bucket.
         **options: Further arguments of `DistributedDataParallel`.
 
     Raises:
         RankMismatchError: On all ranks, if they disagree about optimizers, parameters or pipelines.
-        TypeError: The model is wrapped or sharded already; a pipeline has no place there; an optimizer evaluates
+        TypeError: The model is wrapped or sharded already; a pipeline does not fit its hop; an optimizer evaluates
             closures.
         ValueError: A parameter is in no optimizer, or in two, or is not the model's; a cost is negative or not finite;
-            an optimizer has loaded what another rank owned, or a state of other shapes.
+            an optimizer has loaded the state of another rank's leaves, or a state of other shapes.
 
     Source: optimizer state by rank as in ZeRO (Rajbhandari et al., SC 2020); distributed Muon (Liu et al., "Muon is
     scalable", 2025); both hops compressed as in SDP4Bit (Jia et al., NeurIPS 2024).

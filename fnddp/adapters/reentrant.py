@@ -1,4 +1,4 @@
-"""Backwards that a custom autograd function runs within its own: autograd does not see the parameters they reach."""
+"""Nested backwards, run by a custom autograd function. Autograd does not see the parameters that they reach."""
 
 import threading
 from collections.abc import Generator
@@ -11,22 +11,22 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.utils import checkpoint
 
-# torch looks the class up in its module at each checkpoint, for all threads; ranks may be threads.
+# torch looks this class up in its module at each checkpoint, in all threads; ranks may be threads.
 _torchs: Any = checkpoint.CheckpointFunction
 _lock = threading.Lock()
-_refusing: list[tuple[int, str]] = []  # threads, and who refuses in them
+_refusing: list[tuple[int, str]] = []  # ids of threads, and the functions that refuse in them
 
 
 @contextmanager
 def refuse_reentrant_checkpoints(owner: str) -> Generator[None]:
-    """Raise at each of torch's reentrant checkpoints that this thread reaches while gradients are enabled.
+    """Raise an error at each of torch's reentrant checkpoints that this thread reaches while gradients are enabled.
 
-    They run the module again when the tensors that stood for its parameters are gone, and work only in a backward that
-    accumulates the gradients of all leaves, the caller's included. One whose inputs do not require grad hides its
-    parameters from that, too: torch warns once and gives them no gradient.
+    Such a checkpoint runs the module again after the tensors that replaced its parameters are gone. It works only in a
+    backward that accumulates the gradients of all leaves, the caller's included. If its inputs do not require grad, its
+    parameters are lost even there: torch warns once and gives them no gradient.
 
     Args:
-        owner: Who refuses them, for the error.
+        owner: Name of the function that refuses them, for the error.
     """
     entry = threading.get_ident(), owner
     with _lock:
@@ -59,11 +59,11 @@ class _Refusing:
 
 
 def custom_functions(loss: Tensor, first: int) -> list[GradientEdge]:
-    """Return the custom autograd functions in the graph of `loss`, among its nodes from number `first` on.
+    """Return the custom autograd functions in the graph of `loss`, among nodes with numbers from `first` on.
 
-    Given as `inputs` of its backward, each of them runs, even if autograd finds no parameter behind it.
+    If they are passed as `inputs` of backward, each of them runs, even if autograd sees no parameter that it leads to.
     """
-    todo: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]  # None of a loss that is a parameter
+    todo: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]  # None if the loss is a parameter
     found = set(todo)
     while todo:
         for node, _ in todo.pop().next_functions:

@@ -1,1 +1,1 @@
-"""The parts of plans."""
+"""The data types that plans consist of."""

@@ -1,4 +1,4 @@
-"""The data of a plan, which the folder `run` runs, `cost` costs and `show` prints."""
+"""The data of a plan. `fnddp/run` runs it, `fnddp/cost` estimates its cost, `fnddp/show` prints it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +20,12 @@ def require_backend(backend: str | None) -> None:
 
 @dataclass(frozen=True)
 class Phase:
-    """The condition on step counters and group sizes under which a graph is valid.
+    """The condition on step counters and group sizes for a graph to be valid.
 
     Attributes:
         counters: Positions of the Python ints among the parts of the state.
         groups: The groups over which means are taken.
-        holds: Returns True if the graph is valid for these counters, followed by the number of ranks of each group.
+        holds: Function of these counters, followed by the number of ranks of each group; True if the graph is valid.
     """
 
     counters: tuple[int, ...]
@@ -46,14 +46,14 @@ class PlanData:
         buckets: The bucket of each leaf, in the order in which gradients are expected.
         means: The name of the mean of each leaf.
         state: The name of each part of the next state, or a number.
-        following: The counters of the next step, from the arguments of `phase.holds`.
-        overwrites: Leaves whose gradients are written over.
+        following: Function of the arguments of `phase.holds` that returns the counters of the next step.
+        overwrites: Leaves with gradients that a step writes over.
         overwrites_state: Positions of the parts of the state that are written over.
-        results: Leaves whose means have persistent memory of their own.
+        results: Leaves with means in separate, persistent memory.
         memories: Names, by leaf, of memory that may hold the next step's mean.
-        constants: Tensors that the pipeline's own code holds.
-        peak_bytes: Memory that a step takes at most in addition to its gradients and state: buffers of collectives,
-            temporaries, and what it returns.
+        constants: Tensors that belong to the pipeline itself.
+        peak_bytes: Peak memory of a step in addition to its gradients and state: buffers of collectives, temporaries,
+            and results.
         backend: None for Python, or "inductor".
     """
 
@@ -101,5 +101,5 @@ class PlanData:
 
     @property
     def groups(self) -> tuple[str | None, ...]:
-        """The process groups over which something is sent, in the order of the first collective of each."""
+        """The process groups that collectives use, in the order of the first collective of each."""
         return tuple(dict.fromkeys(collective.group for collective in self.collectives))

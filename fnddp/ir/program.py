@@ -1,4 +1,4 @@
-"""The parts of plans: leaves, names of values, collectives and segments. Data without behaviour."""
+"""The parts of plans: leaves, names of values, collectives and segments. They are data without behaviour."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class Grad(_OfLeaf):
 
 
 class Mean(_OfLeaf):
-    """Memory of the plan's own for the mean of a leaf, which persists across steps."""
+    """Memory of the plan for the mean of a leaf. It persists across steps."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class StepWeight:
 
 
 class Held(_Named):
-    """A tensor that the pipeline's own code holds."""
+    """A tensor that belongs to the pipeline itself."""
 
 
 class Scratch(_Named):
-    """Memory of the plan's own for the result of an operation, which persists across steps."""
+    """Memory of the plan for the result of an operation. It persists across steps."""
 
 
 class Temp(_Named):
@@ -95,16 +95,16 @@ class Temp(_Named):
 
 
 class Sent(_OfPayload):
-    """A payload in the buffer that a collective sends, by their positions."""
+    """A payload in the buffer that a collective sends, by the positions of collective and payload."""
 
 
 class Received(_OfPayload):
-    """The result of a payload, in the buffer that a collective fills; an all_reduce fills the buffer that it sends."""
+    """The result of a payload, in the buffer that a collective fills. An all_reduce fills the buffer that it sends."""
 
 
 @dataclass(frozen=True)
 class PayloadRange:
-    """Neighbouring payloads in the buffer that a collective sends, as one tensor."""
+    """Adjacent payloads in the buffer that a collective sends, as one tensor."""
 
     collective: int
     first: int
@@ -122,10 +122,10 @@ class PayloadSpec:
     """One tensor in the flat buffer of a collective.
 
     Attributes:
-        label: Path of the leaf it comes from, or of the first and last of several.
+        label: Path of the payload's leaf, or of the first and last of several leaves.
         result: The shape of its result.
         offset: Its first column in the buffer, in units of the buffer's dtype.
-        width: Number of its columns: all its elements, or those of one row if the kind sends a row to each rank.
+        width: Number of its columns: all elements, or the elements of one row if the kind sends a row to each rank.
     """
 
     label: str
@@ -149,14 +149,14 @@ class Collective:
     """One message of a plan: many payloads in one flat buffer.
 
     Attributes:
-        index: Its place in the order in which all ranks issue their collectives.
-        op: The reduction on the wire: "sum" (also for a mean, whose inputs are divided first), "max" or "min"; None
-            for a kind that reduces nothing.
-        dtype: The dtype of all payloads; torch.uint8 where they differ.
-        depth: 0 if it depends on gradients only, 1 if it depends on results of depth 0, and so on; -1 if on none.
-        bucket: The number of the bucket of gradients that it is for.
-        slot: Its position in the software pipeline: that of the bucket in the order of arrival, plus `depth`.
-        width: Columns of the buffer: those of all payloads, and zeros behind them, so that each rank's row is aligned.
+        index: Its index in the order in which all ranks issue their collectives.
+        op: The reduction: "sum" (also for a mean, because inputs are divided first), "max" or "min"; None for a kind
+            that does not reduce.
+        dtype: The dtype of all payloads; torch.uint8 if they differ.
+        depth: 0 if it depends on gradients only, 1 if on results of depth 0, and so on; -1 if on the weight only.
+        bucket: The number of its bucket of gradients.
+        slot: Its position in the software pipeline: the bucket's number in the order of arrival, plus `depth`.
+        width: Columns of the buffer: those of all payloads, then padding zeros, so that each rank's row is aligned.
     """
 
     index: int
@@ -173,16 +173,16 @@ class Collective:
     payloads: tuple[PayloadSpec, ...]
 
     def __hash__(self) -> int:
-        return hash((self.index, self.width, len(self.payloads)))  # not of each payload, at each look-up
+        return hash((self.index, self.width, len(self.payloads)))  # hashing all payloads would be slow
 
     @property
     def numel(self) -> int:
-        """Elements of all payloads."""
+        """Number of elements of all payloads."""
         return sum(payload.numel for payload in self.payloads)
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes of one rank, without what aligns its rows."""
+        """Payload bytes of one rank, without padding."""
         return sum(payload.nbytes for payload in self.payloads)
 
     @property
@@ -209,13 +209,13 @@ class Collective:
 
     @property
     def has_padding(self) -> bool:
-        """True if zeros are stored behind the payloads of a row."""
+        """True if zeros follow the payloads of a row."""
         last = self.payloads[-1]
         return last.offset + last.width < self.width
 
     @property
     def has_gaps(self) -> bool:
-        """True if a result has several rows, between which rows of other results, or padding, are stored."""
+        """True if a result has several rows with padding, or rows of other results, between them."""
         return self.kind.receives_rows and (len(self.payloads) > 1 or self.has_padding)
 
     def received_shape(self, position: int) -> tuple[int, ...]:
@@ -234,11 +234,11 @@ class Operation:
 
     Attributes:
         made: The name of its result.
-        spec: Shape and dtype of the result; None if it is no tensor.
-        function: Its name in aten.
-        options: Keyword arguments that matter.
-        written: The memory of its result, if not its own.
-        count: The number of leaves that it is run for; the names are those of the first.
+        spec: Shape and dtype of the result; None if it is not a tensor.
+        function: The operation's name in aten.
+        options: Keyword arguments that change the result.
+        written: The memory that the result is written to, if not new memory.
+        count: The number of leaves that it runs for. The other fields are those of the first leaf.
     """
 
     made: Name
@@ -252,18 +252,18 @@ class Operation:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a plan's computation that runs without a break.
+    """A part of a plan's computation that runs without interruption.
 
     Attributes:
         slot: Position in the software pipeline.
-        needs, waits: Leaves whose gradients must have arrived, and collectives that must be complete.
+        needs, waits: Leaves with gradients that must have arrived, and collectives that must be complete.
         inputs, outputs: The arguments and results of `run`.
-        frees: Values that nothing reads after it.
+        frees: Values that nothing reads after this segment.
         launches: The collective that is issued at the end.
-        operations: The computation of `run`, and the copies of `fills`, to be shown.
+        operations: The computation of `run`, and the copies of `fills`, for printing.
         commits: True if it runs after all collectives and the vote, when no other rank can fail the step any more.
-        fills: Gradients that are only copied, and their places in what is sent. They are no inputs of `run`: each may
-            be copied when it arrives, while it is in the cache.
+        fills: Gradients that are only copied, and their places in send buffers. They are not inputs of `run`, because
+            each may be copied when it arrives, while it is in the cache.
     """
 
     slot: int

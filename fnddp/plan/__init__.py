@@ -1,1 +1,1 @@
-"""Lowering: from a pipeline and parameters to a plan, pass by pass."""
+"""Lowering: making a plan from a pipeline and parameters, pass by pass."""

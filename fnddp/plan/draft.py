@@ -1,4 +1,4 @@
-"""The draft of a plan: what one pass gives to the next."""
+"""The draft of a plan: the data that each pass returns to the next."""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -18,8 +18,8 @@ Storage: TypeAlias = fx.Node | Mean | Scratch
 class Donation:
     """Input memory that a step may write over: `gradients`, and the `state` once all collectives are complete.
 
-    `gradients` is "no", "at_end" (once all collectives are complete), or "yes" (as soon as nothing reads them). A step
-    that fails does not change the state.
+    `gradients` is "no", "at_end" (once all collectives are complete), or "yes" (once nothing reads them any more). A
+    step that fails does not change the state.
     """
 
     gradients: str = "no"
@@ -30,7 +30,7 @@ class Donation:
 class Request:
     """The input of lowering: the arguments of `lower_leaves`, with the bucket of each leaf.
 
-    Of the tensors in `state`, only shapes, dtypes and devices are read; of its Python ints, the values.
+    Only shapes, dtypes and devices of the tensors in `state` are read, but the values of its Python ints.
     """
 
     sync: Sync
@@ -45,9 +45,9 @@ class Request:
 
 @dataclass
 class DraftSegment:
-    """The nodes of a future `Segment`, in the order in which they are computed; its other fields are a segment's.
+    """The nodes of a future `Segment`, in the order of computation. Other fields are as in `Segment`.
 
-    `needs` and `waits` have only what earlier segments have not needed and waited for, and `launches` is a node.
+    `needs` and `waits` leave out leaves and collectives that earlier segments need or wait for; `launches` is a node.
     """
 
     slot: int
@@ -64,10 +64,10 @@ class Placement:
 
     Attributes:
         payloads: The payloads that a node is copied to, by collective and position.
-        targets: Memory that the result of a node is written over: another node's, a payload, or that of a mean.
-        stored_in: The memory of a result, if not of its own.
+        targets: Memory that the result of a node is written over: another node's, a payload's, or a mean's.
+        stored_in: The memory of a result, unless it is its own.
         overwritten: The inputs of the graph that are written over.
-        results: Leaves whose mean has memory of its own; `memories` is that memory in the next step.
+        results: Leaves with a mean in separate memory; `memories` is that memory in the next step.
     """
 
     payloads: dict[fx.Node, list[tuple[Collective, int]]] = field(
@@ -88,7 +88,7 @@ class Placement:
         return memory
 
     def memory(self, node: fx.Node) -> fx.Node | Name:
-        """Return what `holder` does, once all is decided; the payload if the result is written into a buffer."""
+        """Return the final memory of a result: as `holder`, but the payload if the result is written into a buffer."""
         memory = self.holder(node)
         target = self.targets.get(memory) if isinstance(memory, fx.Node) else None
         return target if isinstance(target, Sent) else memory
@@ -96,14 +96,14 @@ class Placement:
 
 @dataclass
 class Draft:
-    """A plan in the making: each pass takes it, changes it, and returns it.
+    """An unfinished plan. Each pass takes it, changes it, and returns it.
 
     Attributes:
         graph: Computes means and the next state from leaves, parts of the state and numbers of ranks.
         held: Tensors with values that the graph reads, by the targets of their nodes.
         names: Names of the inputs of the graph, and of the tensors it holds.
-        is_by_bucket: True if the graph holds for these buckets and dropped leaves only.
-        segments: The graph in order, with the `batches` of operations that run as one, by the first of them.
+        is_by_bucket: True if the graph is valid for these buckets and dropped leaves only.
+        segments: The graph in order. `batches` are groups of its operations that run as one, by their first node.
     """
 
     request: Request
@@ -118,9 +118,9 @@ class Draft:
 
     @property
     def weight(self) -> fx.Node | None:
-        """The input that is this rank's weight; None unless the pipeline is `weighted`.
+        """The graph input for this rank's weight; None unless the pipeline is `weighted`.
 
-        Operations that depend on it alone run before any gradient arrives.
+        Operations that depend on it only run before any gradient arrives.
         """
         return next((node for node, name in self.names.items() if isinstance(name, StepWeight)), None)
 
@@ -130,10 +130,10 @@ class Draft:
 
 
 def copied(traced: Draft, request: Request) -> Draft:
-    """Return a trace, with a graph of its own, for another request."""
+    """Return a copy of a trace, with its own graph, for another request."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in traced.graph.nodes:
-        # Arguments are assigned later, since `create_node` looks through all of them.
+        # Arguments are assigned later, because `create_node` would search all of them.
         copies[node] = copy = graph.create_node(node.op, node.target, name=node.name)
         copy.args, copy.kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
         copy.meta.update(node.meta)

@@ -1,4 +1,4 @@
-"""Graphs of fx, with two functions in addition to aten, `launch` and `take`, which stand for a combined collective."""
+"""fx graphs of aten operations and two more functions, `launch` and `take`, that represent combined collectives."""
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +13,11 @@ from fnddp.torch_private import UNSAFE_VIEWS
 
 
 def launch(payloads: list[Tensor], collective: Collective) -> None:
-    """Stand for the start of a combined collective; graphs with this function are not run."""
+    """Represent the start of a combined collective. Graphs with this function are not run."""
 
 
 def take(launched: list[Tensor], position: int) -> None:
-    """Stand for the result at `position` in the buffer that a collective fills."""
+    """Represent the result at `position` in the buffer that a collective fills."""
 
 
 def launch_of(node: fx.Node) -> tuple[list[fx.Node], Collective]:
@@ -33,13 +33,13 @@ def take_of(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def value(node: Any) -> Any:
-    """Return the fake tensor, symbolic int or tuple that `node` stands for."""
+    """Return the fake tensor, symbolic int or tuple that `node` represents."""
     return node.meta["val"]
 
 
 def is_view(node: fx.Node) -> bool:
     """Return whether the result of `node` shares memory with its first argument."""
-    if node.target is operator.getitem:  # of several results: views if the operation makes views
+    if node.target is operator.getitem:  # one of several results: a view if the operation makes views
         return is_view(node.all_input_nodes[0])
     return _makes_view(node.target)
 
@@ -48,12 +48,12 @@ def is_view(node: fx.Node) -> bool:
 def _makes_view(function: Any) -> bool:
     if function is take or function in UNSAFE_VIEWS:
         return True
-    returned = getattr(getattr(function, "_schema", None), "returns", ())  # a Python function has none
+    returned = getattr(getattr(function, "_schema", None), "returns", ())  # Python functions have no schema
     return any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
 
 
 def is_light(node: fx.Node) -> bool:
-    """Return whether `node` reads and makes small tensors only: large ones of many leaves would take much memory."""
+    """Return whether `node` reads and makes small tensors only (joining large ones would take much memory)."""
     return all(map(_is_small, (node, *node.all_input_nodes)))
 
 
@@ -70,7 +70,7 @@ def _holds_little(made: Any) -> bool:
 
 
 def kind_of(node: fx.Node) -> object:
-    """Return a key that is equal for nodes of the same operation on other tensors."""
+    """Return a key that is equal for nodes that are the same operation on different tensors."""
     made = value(node)
     constants = [arg if not is_tensor(arg) else None for arg in node.args]
     options = sorted((key, str(option)) for key, option in node.kwargs.items())
@@ -79,22 +79,22 @@ def kind_of(node: fx.Node) -> object:
 
 
 def is_tensor(argument: object) -> bool:
-    """Return whether an argument of a node is a node that stands for a tensor."""
+    """Return whether an argument of a node is itself a node for a tensor."""
     return isinstance(argument, fx.Node) and isinstance(value(argument), Tensor)
 
 
 def remove_dead(graph: fx.Graph) -> fx.Graph:
-    """Remove nodes that nothing reads, collectives too: they are dead on all ranks alike."""
-    for node in reversed(graph.nodes):  # fx's own pass checks the whole graph first
+    """Remove nodes that nothing reads, including collectives, because they are unused on all ranks."""
+    for node in reversed(graph.nodes):  # fx's own pass would check the whole graph first
         if not node.users and node.op not in ("placeholder", "output"):
             graph.erase_node(node)
     return graph
 
 
 def call(graph: fx.Graph, function: Any, args: Any, kwargs: Any, made: Any, name: str | None = None) -> fx.Node:
-    """Add a node that stands for `made`, the result of a call of `function`."""
+    """Add a node for a call of `function` with the result `made`."""
     node = graph.create_node("call_function", function, name=name)
-    # Assigned later, since `create_node` looks through all arguments.
+    # Assign arguments here, because `create_node` would search all of them.
     node.args, node.kwargs, node.meta["val"] = args, kwargs, made
     return node
 
@@ -115,7 +115,7 @@ def output_nodes(graph: fx.Graph) -> list[Any]:
 
 
 def numbers(nodes: Sequence[Any], inputs: Sequence[fx.Node]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Return a function that computes the numbers `nodes` from `inputs`; it holds no reference to the graph."""
+    """Return a function that computes the numbers `nodes` from `inputs`, without a reference to the graph."""
     place = {node: i for i, node in enumerate(inputs)}
 
     def of(node: Any) -> Callable[[Sequence[int]], Any]:
@@ -132,7 +132,7 @@ def numbers(nodes: Sequence[Any], inputs: Sequence[fx.Node]) -> Callable[[Sequen
 
 
 def sorted_topologically(graph: fx.Graph) -> fx.Graph:
-    """Move every node behind the nodes that it reads, and otherwise keep the order."""
+    """Move every node after the nodes that it reads, and otherwise keep the order."""
     end = graph.output_node()
     placed: set[fx.Node] = set()
     for first in list(graph.nodes):

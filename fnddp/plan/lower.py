@@ -1,4 +1,4 @@
-"""`lower`: from a pipeline and parameters to a plan, pass by pass."""
+"""`lower`: make a plan from a pipeline and parameters, pass by pass."""
 
 import gc
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -46,25 +46,25 @@ def lower(
     donation: Donation = KEEP,
     backend: str | None = None,
 ) -> Plan:
-    """Lower a pipeline to a static schedule of what one rank computes and sends in one step.
+    """Lower a pipeline to a plan: a static schedule of the computation and messages of one rank in one step.
 
-    Nothing is run and nothing is sent: the plan is data, to be printed, costed and drawn. The adapters lower by
-    themselves; use this to look at a pipeline, or to plan for a cluster on a laptop.
+    Nothing is computed and nothing is sent. The plan is data that you can print, estimate the cost of, and draw.
+    `DistributedDataParallel` and other adapters lower by themselves; use this to inspect a pipeline, or to plan for a
+    cluster on a laptop.
 
     Args:
         sync: The pipeline, or its text.
-        params: Any pytree of parameters or gradients, also on the meta device; or a module, for those of its
-            parameters that are trained.
-        state: The pipeline's state, whose counters choose the phase (a warm-up, or what comes after it); None for the
-            first step.
-        world_size: Ranks to plan for, without a process group; for a pipeline over several groups by the group's
-            name (None is the default group): {"node": 8, "across": 128}. None for the groups that there are.
+        params: Any pytree of parameters or gradients (the meta device is allowed), or a module, for its trained
+            parameters.
+        state: The pipeline's state. Its counters choose the phase (warm-up, or after it); None for the first step.
+        world_size: Number of ranks to plan for, without a process group. For a pipeline over several groups a number by
+            group name (None is the default group): {"node": 8, "across": 128}. None for the existing groups.
         arrival: Leaf paths in the order in which their gradients are expected; None for the reverse of `params`.
-        bucket_cap_mb: Gradients are bucketed, in the order of arrival, and a bucket is closed once it holds this
-            many MiB. A bucket's payloads travel together.
+        bucket_cap_mb: Size of buckets: in the order of arrival, a bucket is closed once it holds this many MiB. The
+            payloads of a bucket are sent together.
         first_bucket_mb: The same for the first bucket.
-        donation: What a step may write over; nothing, unless an adapter owns gradients or state.
-        backend: What runs the segments: None for Python, or "inductor". See `docs/functional.md`.
+        donation: Memory that a step may write over: none, unless an adapter owns gradients or state.
+        backend: Runs the segments: None for Python, or "inductor". See `docs/functional.md`.
 
     Raises:
         LoweringError: The pipeline reads values or runs foreign code, so it has no static schedule.
@@ -91,10 +91,10 @@ def lower(
     if isinstance(params, nn.Module):
         params = {name: p for name, p in params.named_parameters() if p.requires_grad}
     leaves, spec = tree.flatten(params)
-    leaves = {path: leaves[path] for path in spec.paths}  # in whose reverse gradients arrive
+    leaves = {path: leaves[path] for path in spec.paths}  # gradients arrive in the reverse order
     require_backend(backend)
     world = planned_world(sync, sync.groups, world_size)
-    with torch.inference_mode(False):  # in inference mode operations are traced as other operations
+    with torch.inference_mode(False):  # inference mode changes the traced operations
         with within(world):
             state = sync.init(leaves) if state is None else state
         return lower_leaves(
@@ -122,10 +122,10 @@ def lower_leaves(
     backend: str | None = None,
     traces: "Traces | None" = None,
 ) -> Plan:
-    """Lower as `lower` does, for leaves by path, and buckets of any number of sizes, in bytes.
+    """Lower like `lower`, for leaves by path, and with any number of bucket sizes, in bytes.
 
-    `dropped` leaves have no gradients on any rank: what only they need is neither computed nor sent. `traces` must
-    be of the same pipeline, leaves, and kind of state.
+    `dropped` leaves have no gradients on any rank, and nothing is computed or sent for them alone. `traces` must be of
+    the same pipeline, leaves, and kind of state.
     """
     expected = list(leaves)[::-1] if arrival is None else list(arrival)
     if sorted(expected) != sorted(leaves):
@@ -138,7 +138,7 @@ def lower_leaves(
 
 @contextmanager
 def _without_gc() -> Generator[None]:
-    """Turn the garbage collector off, which would scan the hundreds of thousands of objects of a graph repeatedly."""
+    """Disable the garbage collector: it would scan a graph's hundreds of thousands of objects again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -149,18 +149,18 @@ def _without_gc() -> Generator[None]:
 
 
 class Traces:
-    """Cache of the last trace, which may also serve plans with other buckets or other dropped leaves."""
+    """A cache of the last trace. The trace may also serve plans with other buckets or other dropped leaves."""
 
     def __init__(self) -> None:
         self._last: Draft | None = None
         self._sizes: dict[str | None, int] = {}
 
     def of(self, request: Request) -> Draft:
-        """Return a trace for `request`, which passes may change."""
+        """Return a trace for `request`, a copy that passes may change."""
         sizes, last = sizes_of(request), self._last
         if last is None or sizes != self._sizes or not self._is_for(last, request, sizes):
             made = trace(request)
-            self._last = last = replace(made, request=replace(request, state=None))  # or it would keep tensors alive
+            self._last = last = replace(made, request=replace(request, state=None))  # state would keep tensors alive
             self._sizes = sizes
         return copied(last, request)
 
@@ -179,7 +179,7 @@ class Traces:
 
 
 def plan_of(draft: Draft) -> Plan:
-    """Run the passes on a trace, which they change, and return the plan."""
+    """Run the passes on a trace and return the plan. The passes change the trace."""
     for step in _PASSES:
         draft = step(draft)
     segments = emit(draft)
@@ -211,7 +211,7 @@ def plan_of(draft: Draft) -> Plan:
 
 
 def _peak_bytes(draft: Draft) -> int:
-    """Return the most memory that a step takes in addition to gradients and state."""
+    """Return the peak memory of a step, in addition to gradients and state."""
     placement = draft.placement
     nodes = [node for segment in draft.segments for node in (*segment.nodes, segment.launches) if node is not None]
     persistent = sum(_buffer_bytes(launch_of(node)[1]) for node in nodes if node.target is launch)
@@ -248,9 +248,9 @@ def _nbytes(made: Any) -> int:
 
 
 def planned_world(pipeline: Expression, groups: frozenset[str | None] | None, world_size: WorldSize | None) -> World:
-    """Return the world to plan `pipeline` for, which may also be an outer step: see `lower`.
+    """Return the world to plan `pipeline` for (it may also be an outer step): see `lower`.
 
-    `groups` are those that it reduces over; None if unknown.
+    `groups` are the groups that the pipeline reduces over; None if unknown.
     """
     if world_size is None:
         return World()

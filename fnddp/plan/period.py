@@ -1,4 +1,4 @@
-"""The period of a pipeline: the steps that it repeats in the long run, with a plan for each kind of step."""
+"""The period of a pipeline: the steps that it repeats in the long run, and a plan for each kind of step."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from fnddp.plan.plan import Plan
 from fnddp.wire.groups import WorldSize, within, world_size
 
 LONGEST = 10_000
-"""Number of steps in which a recurring step is searched for. If there is none, these steps are the period."""
+"""Number of steps to search for a recurring step. If there is none, these steps are the period."""
 AHEAD = 64
-"""Number of steps within which a counter must not change the phase, to count as selecting none."""
+"""Number of steps. A counter that does not change the phase in so many steps counts as independent of the phase."""
 
 
 @dataclass(frozen=True)
 class Recurring:
-    """All steps of a period that share a plan: the plan, the state before the first of them, and their number."""
+    """The steps of a period that share a plan: the plan, the state before the first of them, and their number."""
 
     plan: Plan
     state: State
@@ -42,8 +42,8 @@ def period(
     """Return each kind of step that a pipeline repeats after all warm-ups, in order of occurrence; see `lower`.
 
     Most pipelines do the same in every step. `every(10, ...)` does not, nor do `powersgd` and `measure` with `refresh`:
-    their cost is the mean over the period, not that of any one step. The wrong choice for the first steps of a
-    training: lower those, with their state.
+    their cost is the mean over the period, not the cost of one step. For the first steps of a training, call `lower`
+    with their state instead.
 
     >>> import torch
     >>> from fnddp import allreduce, error_feedback, every
@@ -56,7 +56,7 @@ def period(
     walk = _Walk(pipeline_of("period: sync", sync), params, world_size, arrival, bucket_cap_mb)
     late = AFTER_ALL_WARM_UPS
     reached, _ = walk.until_it_repeats([late for _ in walk.first])
-    # Counters that stay past all warm-ups begin late; those that start again begin at their own first number.
+    # Counters that only grow begin past all warm-ups; counters that restart begin at their own first number.
     begin = [first if any(at[i] < late for at in reached) else late for i, first in enumerate(walk.first)]
     walked, start = walk.until_it_repeats(begin)
     repeated = walked[start:]
@@ -68,7 +68,7 @@ def period(
 
 
 class _Walk:
-    """Follows the counters of a pipeline from step to step, and makes the plans that they select."""
+    """A walk that follows the counters of a pipeline from step to step, and makes the plans that they select."""
 
     def __init__(
         self, sync: Sync, params: Tree, size: WorldSize | None, arrival: Sequence[str] | None, bucket_cap_mb: float
@@ -86,7 +86,7 @@ class _Walk:
         return tree.unflatten_any(self._spec, [p if isinstance(p, Tensor) else next(left) for p in self._parts])
 
     def index(self, counters: Sequence[int]) -> int:
-        """Return the index in `plans` of the plan for these counters, which is added if it is new."""
+        """Return the index in `plans` of the plan for these counters; add the plan if it is new."""
         for index, plan in enumerate(self.plans):
             if plan.phase.holds(self._numbers(plan, counters)):
                 return index
@@ -94,9 +94,9 @@ class _Walk:
         return len(self.plans) - 1
 
     def until_it_repeats(self, counters: Sequence[int]) -> tuple[Sequence[Sequence[int]], int]:
-        """Return the counters of each step from `counters` on, up to the first that recurs, and the index it recurs to.
+        """Return the counters of each step from `counters` on, before the first repetition, and the index it repeats.
 
-        If no step recurs within `LONGEST`, the index is 0.
+        If no step recurs within `LONGEST` steps, the index is 0.
         """
         walked: dict[Any, Sequence[int]] = {}
         while len(walked) < LONGEST and (key := self._key(counters)) not in walked:
@@ -107,12 +107,12 @@ class _Walk:
         return list(walked.values()), list(walked).index(key) if key in walked else 0
 
     def _key(self, counters: Sequence[int]) -> tuple[int | None, ...]:
-        """Return a key that is equal for two steps if the same steps follow both."""
+        """Return a key that is equal for two steps if they are followed by the same steps."""
         plan = self.plans[self.index(counters)]
         return tuple(None if self._only_grows(plan, counters, i) else at for i, at in enumerate(counters))
 
     def _only_grows(self, plan: Plan, counters: Sequence[int], i: int) -> bool:
-        """Return True if counter `i` is past all warm-ups and selects no phase (it may seed random numbers)."""
+        """Return True if counter `i` is past all warm-ups and selects no phase. (It may seed random numbers.)"""
         if counters[i] < AFTER_ALL_WARM_UPS:
             return False
         later = ([*counters[:i], counters[i] + k, *counters[i + 1 :]] for k in range(1, AHEAD))

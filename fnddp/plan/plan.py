@@ -1,4 +1,4 @@
-"""A plan: a schedule that prints, draws and costs itself."""
+"""A plan: a schedule that can print and draw itself and estimate its cost."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from fnddp.show.text import show
 
 @dataclass(frozen=True, repr=False)
 class Plan(PlanData):
-    """A pipeline lowered for given leaves, a phase and a world: inert data that prints, draws and costs itself."""
+    """A pipeline lowered for given leaves, phase and world: data that can print, draw and estimate its cost."""
 
     def __repr__(self) -> str:
         return (
@@ -23,9 +23,9 @@ class Plan(PlanData):
         return self.show()
 
     def show(self, code: bool = False) -> str:
-        """Return the plan as text, as `print` shows it: slot by slot what must have arrived, is computed, and is sent.
+        """Return the plan as text, as `print` shows it: slot by slot, gradients needed, computation, and messages.
 
-        Segments of a slot that look alike are one line, unless `code` asks for every operation.
+        Segments of a slot that look the same are one line. With `code`, every operation is shown.
 
         >>> import torch
         >>> from fnddp import allreduce, fp16, lower
@@ -47,14 +47,14 @@ class Plan(PlanData):
         return show(self, code)
 
     def to_svg(self, link: Links | None = None) -> str:
-        """Return the plan as an SVG picture: a timeline of the gradients that arrive, the computation and the wire.
+        """Return the plan as an SVG picture: a timeline of arriving gradients, computation and communication.
 
-        Collectives are drawn as long as they are large, or, with a link, as they take; computations all alike, since
-        a plan does not know how long they take. Notebooks draw a plan that is the last expression of a cell.
+        The length of a collective shows its size, or, with a link, its time. All computations have the same length,
+        because a plan does not know their times. Notebooks draw a plan that is the last expression of a cell.
 
         Args:
-            link: The connection of the ranks: of all groups, or by the group's name (None is the default group). A
-                group without one is a ValueError, in all that takes links.
+            link: The link between ranks, for all groups or by group name (None is the default group). As in all methods
+                that take links, a group without a link is a ValueError.
 
         >>> import torch
         >>> from fnddp import allreduce, lower
@@ -68,15 +68,15 @@ class Plan(PlanData):
         return to_html(self)
 
     def estimate(self, link: Links | str, *, backward_seconds: float = 0.0) -> StepCost:
-        """Return the cost of a step's collectives, and with `backward_seconds`, what backward does not hide of them.
+        """Return the cost of a step's collectives and, with `backward_seconds`, the time that backward does not hide.
 
-        It is `predict` where nothing else takes time: the gradients of K buckets are ready at 1/K, 2/K, ... of
-        backward, and a collective starts once its bucket is ready and the one before it is done. The link's burst is
-        full at the start of the step. Groups share one link in time even where they have links of their own: an upper
-        bound. The wrong choice where collectives slow backward down, as on the CPU: measure it while they run.
+        This is `predict` with no other times: the gradients of K buckets are ready at 1/K, 2/K, ... of backward, and a
+        collective starts once its bucket is ready and the previous collective is done. The link's burst is full at the
+        start of the step. Collectives of different groups never overlap, even on separate links, so the result is an
+        upper bound. The wrong choice where collectives slow backward down, as on the CPU: measure instead.
 
         Args:
-            link: See `to_svg`; also as text, such as "1gbit:20us".
+            link: See `to_svg`; text is allowed, such as "1gbit:20us".
 
         >>> import torch
         >>> from fnddp import allreduce, fp16, lower
@@ -90,13 +90,13 @@ class Plan(PlanData):
         return estimate(self.collectives, link, backward_seconds)
 
     def predict(self, link: Links | str, compute: Compute) -> StepCost:
-        """Return a step on a clock: `estimate`, with what is computed before, between and after the collectives.
+        """Return the predicted times of a step: `estimate` plus the computation before, between and after collectives.
 
         See `fnddp.cost.estimate.predict` for the model.
 
         Args:
-            compute: The computation of a rank, as `fnddp.measure_backward` and `fnddp.measure_segments` return it. One
-                of another plan, or with an arrival after backward's end, is a ValueError.
+            compute: The computation of a rank, from `fnddp.measure_backward` and `fnddp.measure_segments`. A `Compute`
+                for another plan, or with an arrival after the end of backward, is a ValueError.
 
         >>> import torch
         >>> from fnddp import Compute, Link, allreduce, lower
@@ -112,11 +112,11 @@ class Plan(PlanData):
     def to_trace(self, link: Links, compute: Compute | None = None) -> str:
         """Return the predicted step as JSON in Chrome's trace event format, for https://ui.perfetto.dev.
 
-        It has two tracks, computation and wire. Ranges are named as in a measured trace (`torch.profiler.profile`,
-        `export_chrome_trace`), so that the two can be compared.
+        It has two tracks, computation and wire. Ranges have the same names as in a measured trace
+        (`torch.profiler.profile`, `export_chrome_trace`), so that you can compare the two.
 
         Args:
-            compute: See `predict`; None for no time at all, which leaves the wire.
+            compute: See `predict`; None if computation takes no time, so that only the wire is shown.
 
         >>> import json, torch
         >>> from fnddp import Link, allreduce, lower

@@ -1,1 +1,1 @@
-"""Running a plan: the engine, its program and its steps, and the vote with which ranks end a step alike."""
+"""Running a plan: the engine, its program and steps, and the vote that gives a step one outcome on all ranks."""

@@ -1,4 +1,4 @@
-"""Segments of a plan as Python or, on request, Inductor runs them."""
+"""Run segments of a plan in Python or, on request, compiled by Inductor."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ def warn(message: str, *arguments: object) -> None:
 
 
 def segments_of(plan: PlanData) -> tuple[Segment, ...]:
-    """Return the segments of `plan` as its backend runs them."""
+    """Return the segments of `plan` in the form that its backend runs."""
     if plan.backend is None:
         return plan.segments
     compiled = sum(bool(segment.operations) for segment in plan.segments)
@@ -39,7 +39,7 @@ def segments_of(plan: PlanData) -> tuple[Segment, ...]:
 
         def run_it(*inputs: Any) -> Sequence[Any]:
             begun = perf_counter()
-            outputs = by_inductor(*inputs)  # compiles the segment, the first time
+            outputs = by_inductor(*inputs)  # compiles the segment at the first call
             if run not in seconds:
                 seconds[run] = perf_counter() - begun
                 if len(seconds) == compiled:
@@ -52,9 +52,9 @@ def segments_of(plan: PlanData) -> tuple[Segment, ...]:
 
 
 def _own(run: Run) -> Run:
-    """Return `run` as a function with code and a name of its own.
+    """Return `run` as a new function with its own code object and name.
 
-    torch.compile limits the number of versions of a function, and makes sizes dynamic in which versions differ.
+    torch.compile limits the versions of one function, and makes sizes dynamic if they differ between versions.
     """
 
     def own(*given: Any) -> Sequence[Any]:

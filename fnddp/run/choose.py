@@ -1,4 +1,4 @@
-"""The fastest pipeline for a link: as a pure function, and measured by the ranks that will use it."""
+"""Choose the fastest pipeline for a link: by a pure function, or by measurement on the ranks that will use it."""
 
 import json
 import logging
@@ -39,13 +39,13 @@ Auto: TypeAlias = Literal["auto"]
 Loss: TypeAlias = Literal["none", "some"]
 
 MARGIN = 0.1
-"""A pipeline must win by this fraction: two predictions, each within 5 % on two hosts (benchmarks/cost-accuracy.md)."""
+"""A pipeline must win by this fraction, since each of two predictions is within 5 % (benchmarks/cost-accuracy.md)."""
 
 SLOWDOWN = 1.5
-"""A codec takes about this many times as long within a step as alone: backward and messages share its core."""
+"""A codec takes about this many times longer in a step than alone, because backward and messages share its core."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes of leaves for which losses were measured, or that have less to lose; others keep the plain mean."""
+"""Dtypes of leaves that may be compressed: losses were measured for them, or they are less precise than those."""
 
 CODEC_SECONDS = {
     "allreduce": 0.1e-9,
@@ -57,18 +57,18 @@ CODEC_SECONDS = {
     "error_feedback(powersgd(bf16(allreduce), rank=8))": 1.15e-9,
     "error_feedback(bucketize(sign(quantize(two_shot(server_memory=True)), chunk=128)))": 2.1e-9,
 }
-"""Seconds to encode and decode a byte of float32 gradients, by pipeline: on one core of an Intel Xeon, eight ranks."""
+"""Seconds to encode and decode a byte of float32 gradients, by pipeline (one core of an Intel Xeon, eight ranks)."""
 
-SHARE_BYTES = 8 * 2**20  # of the leaves, to measure with
-CALLS = 2  # of which the fastest counts: a rank that waits for the CPU is not a slow one
-SIZE_SECONDS = 0.06  # for each size of a message: with less, a network's burst passes for its rate
+SHARE_BYTES = 8 * 2**20  # bytes of leaves to measure with
+CALLS = 2  # the fastest counts, because a rank may have waited for the CPU
+SIZE_SECONDS = 0.06  # for each message size; in less time one measures the network's burst rate
 
 _log = logging.getLogger("fnddp")
 
 
 @cache
 def candidates(loss: Loss) -> tuple[str, ...]:
-    """Return the pipelines of the study that `loss` allows behind any optimizer, the plain mean first."""
+    """Return the pipelines of the study of losses that `loss` allows for any optimizer, the plain mean first."""
     rows = json.loads(Path(cost.__file__).with_name("losses.json").read_text())
     texts = [row["pipeline"] for row in rows if row["optimizer"] is None and (row["safe"] or loss == "some")]
     return tuple(dict.fromkeys([repr(allreduce), *texts]))
@@ -76,15 +76,15 @@ def candidates(loss: Loss) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Cost:
-    """The times of a pipeline in a step.
+    """The times that a pipeline takes in a step.
 
     Attributes:
         pipeline: The pipeline, as text.
         wire_seconds: Time of its collectives, one after the other.
-        last_seconds: Of that, the time of its last bucket, which begins when backward ends.
+        last_seconds: The part of that for the last bucket. It begins when backward ends.
         codec_seconds: Time to encode and decode, within a step.
-        weights: The pipeline of the second hop, of weights, as text; "" for a mean, which has none.
-        weights_seconds: Time of the second hop's collectives, which hide behind nothing.
+        weights: The pipeline of the second hop, for weights, as text; "" for a mean, because it has no second hop.
+        weights_seconds: Time of the second hop's collectives. They do not overlap with computation.
     """
 
     pipeline: str
@@ -95,17 +95,17 @@ class Cost:
     weights_seconds: float = 0.0
 
     def step(self, backward_seconds: float) -> float:
-        """Return the time of a step in which all but the last bucket hides, and forward takes half of backward."""
+        """Return the time of a step if all but the last bucket overlaps backward, and forward takes half as long."""
         communicated = max(backward_seconds + self.last_seconds, self.wire_seconds)
         return 0.5 * backward_seconds + communicated + self.weights_seconds + self.codec_seconds
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice of `sync="auto"`, which `choose`, `fnddp plan auto`, `doctor`, `tune` and the tables of docs share.
+    """The choice of `sync="auto"`, shared by `choose`, `fnddp plan auto`, `doctor`, `tune` and the tables in docs.
 
     Attributes:
-        costs: The costs of all pipelines that may be taken, the plain mean's first; none if no other may be.
+        costs: The costs of all allowed pipelines, the plain mean first; empty if only the plain mean is allowed.
         backward_seconds: Time of backward; None if unknown.
     """
 
@@ -114,13 +114,13 @@ class Choice:
 
     @property
     def taken(self) -> str:
-        """The pipeline, as text."""
+        """The chosen pipeline, as text."""
         return self.best.pipeline if self.costs else repr(allreduce)
 
     @property
     def best(self) -> Cost:
-        """The costs of the pipeline that is taken, of those that there are."""
-        # Ratios are largest where backward takes no time, or just hides all collectives of a pipeline but the last.
+        """The costs of the chosen pipeline. `costs` must not be empty."""
+        # Ratios are largest if backward takes no time, or just hides all collectives of a pipeline but the last.
         backwards = (
             [0.0, *(each.wire_seconds - each.last_seconds for each in self.costs)]
             if self.backward_seconds is None
@@ -136,7 +136,7 @@ class Choice:
 
     @property
     def compared(self) -> str:
-        """What has been compared, in words: what is taken first, then the fastest."""
+        """The comparison in words: the chosen pipeline first, then the fastest ones."""
         order = sorted(
             self.costs, key=lambda each: (each.pipeline != self.taken, each.wire_seconds + each.codec_seconds)
         )
@@ -144,11 +144,11 @@ class Choice:
         return f"at most, for collectives + codec of a step: {', '.join(costs)}"
 
     def slowest(self, others: "Sequence[Choice]") -> "Choice":
-        """Return the choice by the largest costs of each pipeline; by none if one of the groups has none."""
+        """Return the choice by the largest cost of each pipeline over several groups; empty if a group has no costs."""
         seconds = ("wire_seconds", "last_seconds", "codec_seconds")
         costs = [
             Cost(row[0].pipeline, *(max(getattr(each, name) for each in row) for name in seconds))
-            for row in zip(self.costs, *(each.costs for each in others), strict=False)  # of an empty list: nothing
+            for row in zip(self.costs, *(each.costs for each in others), strict=False)  # empty if one of the lists is
         ]
         return Choice(tuple(costs), self.backward_seconds)
 
@@ -162,27 +162,27 @@ def choose(
     codec_seconds: Mapping[str, float] = CODEC_SECONDS,
     backward_seconds: float | None = None,
 ) -> Sync:
-    """Return the pipeline with the shortest step on a link: a pure function, for ranks that need not be there.
+    """Return the pipeline with the shortest step on a link. This is a pure function that needs no running ranks.
 
-    Whether a link is slow depends on how much of it hides behind backward. Where that time is unknown, this returns the
-    pipeline whose largest ratio to the best step, over all times of backward, is least. The plain mean stays unless
-    another wins by `MARGIN`. Codecs that encode leaf by leaf, without `bucketize`, are not taken: they cost more the
-    more leaves there are. The wrong choice where you can measure the loss of a model: `fnddp tune` trains with each
-    pipeline.
+    How much a slow link costs depends on how much communication backward hides. If the time of backward is unknown,
+    this returns the pipeline with the smallest worst-case ratio to the best step over all times of backward. It returns
+    the plain mean unless another pipeline wins by 10 % (`MARGIN`). Codecs that encode leaf by leaf, without
+    `bucketize`, are never chosen, because their cost grows with the number of leaves. If you can measure the loss of
+    your model, use `fnddp tune` instead: it trains with each pipeline.
 
     Args:
-        params: Parameters or gradients, which may be on the meta device. A leaf that is not float32, bfloat16 or
-            float16 keeps the plain mean for all.
-        links: The link of the ranks, also as text: "1gbit:20us".
-        loss: "none" for pipelines that surely end less than 0.01 nats above the plain mean; "some" for all of
-            docs/convergence.md that need no optimizer of their own.
-        world_size: Number of ranks; None for those that run.
-        codec_seconds: Seconds to encode and decode a byte of gradients, alone, by pipeline. Those not in it are not
-            taken.
+        params: Parameters or gradients; the meta device is allowed. If a leaf is not float32, bfloat16 or float16, the
+            result is the plain mean.
+        links: The link between ranks, also as text: "1gbit:20us".
+        loss: "none" for pipelines that certainly end less than 0.01 nats above the plain mean; "some" for all pipelines
+            in docs/convergence.md that do not need an optimizer of their own.
+        world_size: Number of ranks; None for the ranks of the process group.
+        codec_seconds: Seconds to encode and decode a byte of gradients, alone, by pipeline. Other pipelines are not
+            chosen.
         backward_seconds: Time of backward; None if unknown.
 
     Raises:
-        ValueError: `loss` is neither, or `backward_seconds` is negative.
+        ValueError: `loss` is neither "none" nor "some", or `backward_seconds` is negative.
 
     >>> params = {"w": torch.empty(4096, 4096, device="meta")}
     >>> for rate in ("100mbit", "100gbit"):
@@ -201,7 +201,7 @@ def choice(
     codec_seconds: Mapping[str, float] = CODEC_SECONDS,
     backward_seconds: float | None = None,
 ) -> Choice:
-    """Return what `choose` takes, with the costs that decide it."""
+    """Return the choice that `choose` makes, with the costs of all pipelines."""
     if loss not in ("none", "some"):
         raise ValueError(f'choose: loss must be "none" or "some", got {loss!r}')
     if backward_seconds is not None and backward_seconds < 0:
@@ -210,16 +210,16 @@ def choice(
         leaves: Leaves = {name: p for name, p in params.named_parameters() if p.requires_grad}
     else:
         ordered, spec = tree.flatten(params)
-        leaves = {path: ordered[path] for path in spec.paths}  # in whose reverse gradients arrive
+        leaves = {path: ordered[path] for path in spec.paths}  # gradients arrive in the reverse order
     shares = _shares(leaves, loss, world_size, torch.device("meta"))
     return Choice(_costs(shares, links, codec_seconds), backward_seconds)
 
 
 @dataclass(frozen=True)
 class _Share:
-    """The plan of a pipeline for a share of the leaves: all of them have `times` its bytes, and its costs.
+    """The plan of a pipeline for a share of the leaves. All leaves have `times` the bytes, and cost `times` as much.
 
-    `last` is the fraction of all bytes that is in the bucket that is full last.
+    `last` is the fraction of all bytes that is in the last bucket.
     """
 
     plan: Plan
@@ -232,21 +232,21 @@ class _Share:
 
 
 def _shares(leaves: Leaves, loss: Loss, n: int | None, device: torch.device) -> dict[str, _Share]:
-    """Return a share for each pipeline that may be taken, the plain mean's first: lowering all leaves takes seconds."""
+    """Return a share for each allowed pipeline, the plain mean first, because lowering all leaves takes seconds."""
     nbytes = sum(leaf.nbytes for leaf in leaves.values())
     if not nbytes or any(leaf.dtype not in DTYPES for leaf in leaves.values()):
         return {}
     dtype = max(leaves.values(), key=lambda leaf: leaf.nbytes).dtype
     part = {"part": torch.empty(max(1, min(nbytes, SHARE_BYTES) // dtype.itemsize), dtype=dtype, device=device)}
-    sizes = {path: leaf.nbytes for path, leaf in reversed(leaves.items())}  # about the order in which they arrive
+    sizes = {path: leaf.nbytes for path, leaf in reversed(leaves.items())}  # roughly the order of arrival
     buckets = assign_buckets(sizes, BUCKET_CAPS)
     last = sum(size for path, size in sizes.items() if buckets[path] == max(buckets.values()))
     shares: dict[str, _Share] = {}
     for text in candidates(loss):
         kinds = {type(each) for each in all_in(parse(text))}
         if any(issubclass(kind, Carrier) for kind in kinds) and bucketize not in kinds:
-            continue  # it encodes leaf by leaf, in hundreds of operations that a share does not show
-        # The cost of PowerSGD depends on the shapes of matrices, that of others on the number of elements.
+            continue  # it encodes leaf by leaf: a share does not show these hundreds of operations
+        # PowerSGD's cost depends on the shapes of matrices, the others' cost on the number of elements.
         sample, times = (leaves, 1.0) if powersgd in kinds else (part, nbytes / part["part"].nbytes)
         shares[text] = _Share(lower(parse(text), sample, world_size=n), times, last / nbytes)
     return shares
@@ -265,20 +265,20 @@ def _costs(shares: Mapping[str, _Share], links: Links, codec_seconds: Mapping[st
 
 
 def resolved(sync: str | Sync) -> Sync | Auto:
-    """Return the pipeline, that of a text; "auto" as it is."""
+    """Return the pipeline, parsed if it is a text; return "auto" unchanged."""
     return AUTO if sync == AUTO else pipeline_of("sync", sync)
 
 
 def automatic(
     leaves: Callable[[], Leaves], group: str | None, wire: Wire = C10D, other_groups: Sequence[str | None] = ()
 ) -> Sync:
-    """Measure the link between the ranks of `group` and their codecs, and return the pipeline to use, on all alike.
+    """Measure the link of `group` and the codecs of its ranks; return the pipeline to use, the same on all ranks.
 
-    A rank that cannot measure leaves the plain mean for all. What was measured and chosen is logged on the first rank.
+    If a rank cannot measure, all use the plain mean. The first rank logs the measurements and the choice.
 
     Args:
-        leaves: Returns the leaves to synchronize; if it raises on a rank, the others raise a RankMismatchError.
-        other_groups: Further groups, whose ranks measure at the same time and take the same pipeline.
+        leaves: Function that returns the leaves. If it raises on a rank, the other ranks raise a RankMismatchError.
+        other_groups: Further groups with ranks that measure at the same time and use the same pipeline.
     """
     begun = perf_counter()
     held: Leaves = {}
@@ -287,7 +287,7 @@ def automatic(
         if wire is not C10D:
             raise ValueError(f'sync="auto" measures torch.distributed, and not {wire!r}; name a pipeline')
 
-    if isinstance(wire, Elastic):  # whose replicas may not have met yet
+    if isinstance(wire, Elastic):  # replicas may not have joined yet
         require_measurable()
 
     def describe() -> dict[str, str]:
@@ -306,9 +306,9 @@ def automatic(
 
 
 def measured(leaves: Leaves, group: str | None, link: Link | None = None) -> tuple[Choice, str]:
-    """Return the choice on the link of `group`, with the codecs of its slowest rank, and what was found in words.
+    """Return the choice for the link of `group` and the codecs of its slowest rank, and the measurements in words.
 
-    All ranks of `group` must call it. The link is measured if it is not given.
+    All ranks of `group` must call it. The link is measured unless it is given.
     """
     n = world_size(group)
     shares: dict[str, _Share] = {}

@@ -1,4 +1,4 @@
-"""The fastest codecs for both hops of `own` on a link, among those with which Muon's loss was measured."""
+"""Choose the fastest codecs for both hops of `own` on a link, among those for which Muon's loss was measured."""
 
 import json
 import math
@@ -23,10 +23,10 @@ from fnddp.wire.groups import world_size as size_of
 
 @dataclass(frozen=True)
 class Hops:
-    """The pipelines of both hops. It unpacks to these, in the order in which `own` takes them.
+    """The pipelines of both hops. It unpacks to them, in the order of the arguments of `own`.
 
     Attributes:
-        costs: Of each pair that was compared, the exact one first: `pair.costs[0].step(backward_seconds)`.
+        costs: The cost of each pair that was compared, the exact pair first: `pair.costs[0].step(backward_seconds)`.
     """
 
     gradients: Sync
@@ -39,11 +39,11 @@ class Hops:
 
 
 class Pair(NamedTuple):
-    """The texts of two hops, and how much they may lose.
+    """The texts of two hops, and the largest loss that they may cost.
 
     Attributes:
-        most: Nats above the exact mean: the upper end of the interval of 95 % confidence over seeds; infinite where
-            nothing was measured.
+        most: Nats above the loss with the exact mean: the upper end of the 95 % confidence interval over seeds;
+            infinite if nothing was measured.
     """
 
     gradients: str
@@ -57,7 +57,7 @@ def _study() -> dict[str, Any]:
 
 
 def pairs(within: float = 0.01) -> tuple[Pair, ...]:
-    """Return the pairs of the study for which seeds rule out a loss of more than `within` nats, the exact one first."""
+    """Return the study's pairs for which repeated runs rule out a loss of over `within` nats, the exact one first."""
     if not within >= 0:
         raise ValueError(f"choose_owned: within must be a number of nats that is not negative, got {within!r}")
     every = [Pair(**row) for row in _study()["pairs"]]
@@ -65,7 +65,7 @@ def pairs(within: float = 0.01) -> tuple[Pair, ...]:
 
 
 def hop_seconds() -> dict[str, float]:
-    """Return seconds to encode and decode a byte of float32 on a hop, by its pipeline: on one core, of 8 ranks."""
+    """Return the seconds to encode and decode a byte of float32 on a hop, by pipeline (one core, 8 ranks)."""
     return _study()["seconds_per_byte"]
 
 
@@ -79,31 +79,31 @@ def choose_owned(
     codec_seconds: Mapping[str, float] | None = None,
     backward_seconds: float | None = None,
 ) -> Hops:
-    """Return `gradients` and `weights` of `own` with the shortest step on a link: `choose` for Muon with owners.
+    """Return `gradients` and `weights` for `own` with the shortest step on a link: like `choose`, for sharded Muon.
 
-    Candidates are the pairs of `benchmarks/muon_bits.py`, no others, for which the seeds rule out that Muon ends more
-    than `within` above the exact mean. Both hops are planned as `own` plans them, padding included, which takes
-    seconds: gradients travel behind backward, weights behind nothing. The exact pair stays unless another wins by a
-    tenth, and of unknown times of backward the worst counts, as in `choose`. The wrong choice where you can measure the
-    loss of a model: that of the study is of one small one, on 8 ranks.
+    Candidates are only those pairs of `benchmarks/muon_bits.py` for which repeated runs rule out that Muon's loss ends
+    more than `within` above that of the exact mean. Both hops are planned as in `own`, padding included, and that takes
+    seconds. Backward hides the sending of gradients; nothing hides that of weights. The exact pair is returned unless
+    another wins by 10 %. If the time of backward is unknown, the worst case counts, as in `choose`. The wrong choice
+    where you can measure your model's loss: the study is of one small model, on 8 ranks.
 
     Args:
-        model: As `own` takes it, before it does; also on the meta device. With a leaf that is not float32, bfloat16 or
-            float16 the hops are exact.
-        optimizer: As `own` takes them: one, or several, of which one is Muon.
-        links: The link of the ranks, also as text: "1gbit:20us".
-        within: Nats.
-        world_size: Number of ranks; None for those that run.
-        codec_seconds: Seconds to encode and decode a byte of the model, alone, by the pipeline of a hop, as
-            `pair.costs` names them; None for those of one core of an AMD EPYC, many times those of a GPU. Pairs with
-            one that is not in it are not taken.
+        model: The model, before it is passed to `own`; the meta device is allowed. If a leaf is not float32, bfloat16
+            or float16, the hops are exact.
+        optimizer: One or several optimizers, as for `own`. One of them must be Muon.
+        links: The link between ranks, also as text: "1gbit:20us".
+        within: Largest acceptable loss above the exact mean's, in nats.
+        world_size: Number of ranks; None for the ranks of the process group.
+        codec_seconds: Seconds to encode and decode a byte of the model, alone, by the pipeline of a hop, as named in
+            `pair.costs`. None for times of one core of an AMD EPYC, many times longer than on a GPU. Pairs with a
+            pipeline that is not in it are not chosen.
         backward_seconds: Time of backward; None if unknown.
 
     Returns:
-        A pair for `own(model, optimizer, *pair)`, with the costs of all that were compared.
+        A pair for `own(model, optimizer, *pair)`, with the costs of all pairs that were compared.
 
     Raises:
-        ValueError: No optimizer is Muon; `within` is negative or NaN; a link is no link; `codec_seconds` has a hop
+        ValueError: No optimizer is Muon; `within` is negative or NaN; a link is invalid; `codec_seconds` has a hop
             that was not measured; a parameter is in no optimizer, or in two, or is not the model's.
 
     >>> from fnddp import Link
@@ -145,7 +145,7 @@ def owned_plans(
     *,
     device: str | None = "meta",
 ) -> Plans:
-    """Return the plans of both hops of each pair, for leaves on `device`; None for that of the parameters."""
+    """Return the plans of both hops of each pair, for leaves on `device`; None for the parameters' device."""
     named = parameters_of(who, model, optimizers)
     n = size_of(None) if world_size is None else world_size
     owners = [owners_of(each, of, n) for each, of in zip(named, optimizers, strict=True)]
@@ -169,7 +169,7 @@ def owned_choice(
     codec_seconds: Mapping[str, float] | None = None,
     backward_seconds: float | None = None,
 ) -> Choice:
-    """Return what `choose_owned` takes, with the costs that decide it."""
+    """Return the choice that `choose_owned` makes, with the costs behind it."""
     seconds = hop_seconds() if codec_seconds is None else codec_seconds
     exact = next(iter(plans))
     least = {hop: seconds.get(hop, 0.0) for hop in (exact.gradients, exact.weights)}  # no codec is faster than a copy

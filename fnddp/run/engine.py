@@ -1,7 +1,7 @@
-"""The engine, which all adapters share: it runs a pipeline on the same leaves, one step after the other.
+"""The engine, used by all adapters: it runs a pipeline on the same leaves, step after step.
 
 It owns the pipeline's state, keeps a plan for each phase, and learns the order in which gradients arrive. Each step
-has the same outcome on all ranks (on an accelerator, one step later): either all have the result, or all raise.
+has the same outcome on all ranks: either all have the result, or all raise (on an accelerator, one step later).
 """
 
 import weakref
@@ -39,9 +39,9 @@ from fnddp.wire.protocol import Elastic, Wire
 from fnddp.wire.weights import Weight
 
 SLOW_SECONDS = 2
-"""Seconds after which a lowering is logged, since the step that waits for it seems to hang."""
+"""Seconds after which a lowering is logged, because the step that waits for it may seem to hang."""
 
-MAX_PHASES = 8  # plans kept: pipelines have few phases, unless a plan holds for one value of a counter that grows
+MAX_PHASES = 8  # plans kept: few phases suffice, unless each plan holds for one value of a growing counter
 
 
 def delegated(path: str) -> Any:
@@ -55,24 +55,24 @@ class Engine:
 
     Args:
         state: The pipeline's state before the first step; None if `begin` is given one.
-        bucket_caps: Bytes at which buckets of gradients are closed: the first ones, and the last for all others.
-        learns_order: True to use the order in which gradients arrive in the first step, on the first rank, in all
-            later ones. Ignored on an elastic wire: a rank that joins later has not seen that order.
-        groups: Process groups whose ranks end a step together, for a pipeline that does not know its own groups.
-        other_groups: Further process groups whose ranks end a step together, in addition to those of the pipeline.
-        backend: The backend that runs segments, see `lower`. If given, a pipeline without a plan is an error.
+        bucket_caps: Sizes of gradient buckets in bytes: of the first ones, and the last size for all others.
+        learns_order: True to lay out later steps by the order in which gradients arrive on the first rank in the first
+            step. Ignored on an elastic wire, because a rank that joins later has not seen that order.
+        groups: Process groups of ranks that end a step together, for a pipeline that does not know its own groups.
+        other_groups: Further groups of ranks that end a step together, in addition to those of the pipeline.
+        backend: The backend that runs segments, see `lower`. With a backend, a pipeline without a plan is an error.
         traces: Traces of this pipeline for such leaves, to be shared by several engines.
-        lane: That of the engine which this one replaces, if any.
-        device: Where ranks vote; None for the device of the leaves.
+        lane: The lane of the engine that this one replaces, if any.
+        device: The device on which ranks vote; None for the device of the leaves.
 
     Attributes:
         positions: Positions of the leaves, by path.
-        step: The step that is open; None as soon as it has ended.
+        step: The open step; None as soon as it has ended.
         steps, failed_steps: Numbers of steps that have succeeded, and failed.
-        learns_order: True until the order is learnt in which gradients arrive, if it is to be.
+        learns_order: True if the order in which gradients arrive is still to be learnt.
         number, broken, refused: See `Lane`.
-        counters: The ints of the state that was released last, by their places.
-        place: Among engines of one lane whose steps ranks could mix up: see `Flags`.
+        counters: The ints in the state that was released last, by position.
+        place: Number of this engine among the engines of its lane, for ranks to detect mixed-up steps: see `Flags`.
     """
 
     number = delegated("lane.number")
@@ -108,7 +108,7 @@ class Engine:
         self.step: Step | None = None
         self.steps = self.failed_steps = 0
         self.learns_order = self._can_learn_order = learns_order and not isinstance(wire, Elastic)
-        self._strides: list[Any] = []  # of the parts of the first state, for which plans are made
+        self._strides: list[Any] = []  # of the parts of the first state: plans are made for these
         self._take(state)
         self._knows_groups = sync.groups is not None or bool(groups)
         self._overwrites_early = donation.gradients == "yes"
@@ -121,8 +121,8 @@ class Engine:
         self._observer = Observer(debug_level())
         self._memories: list[int] | None = None
         self._measured_from: int | None = None  # number of steps at the first call of `taken`
-        self._order: list[str] | None = None  # in which plans expect gradients to arrive
-        self.learnt: list[str] = []  # that order, if it is of the first step of this run, or of the one it continues
+        self._order: list[str] | None = None  # the order of arrival that plans expect
+        self.learnt: list[str] = []  # that order, if learnt in this run or in the run that it continues
         self._dropped: frozenset[str] = frozenset()
         self._programs: list[Program] = []
         self._current: Program | None = None
@@ -143,7 +143,7 @@ class Engine:
         """
         self.require_noticed()
         state = self._own_state()
-        # An open step may write to parts that only the engine held when it began.
+        # An open step may write to parts that nobody but the engine held when it began.
         return shared(state) if self.step is None else tree.map_tensors(Tensor.clone, state)
 
     @state.setter
@@ -158,13 +158,13 @@ class Engine:
         self.lane.notices = ()  # for which the host need not wait again
 
     def release_state(self) -> State:
-        """Return the state and keep no reference to it: the next `begin` must be given one."""
+        """Return the state and drop it, so that the caller must pass one to the next `begin`."""
         self.counters = {i: part for i, part in enumerate(self._parts) if isinstance(part, int)}
         state, self._parts = self._own_state(), []
         return state
 
     def _take(self, state: State) -> None:
-        """Begin the next step from `state`, laid out in memory as the first one: it may be that of other strides."""
+        """Use `state` for the next step; copy parts with other strides than in the first state."""
         self._parts, self._structure = tree.flatten_any(state)
         strides = [_dense_strides(part) if isinstance(part, Tensor) else None for part in self._parts]
         self._strides = self._strides or strides
@@ -181,7 +181,7 @@ class Engine:
         return None if self._current is None else self._current.plan
 
     def taken(self) -> Taken | None:
-        """Return the times of the last step. Steps are measured from the first call on; None before, without a plan."""
+        """Return the times of the last step; None without a plan, and on the first call: that starts measuring."""
         if self._measured_from is None:
             self._observer.measures, self._measured_from = True, self.steps
         if self.plan is None or self.steps == self._measured_from:
@@ -189,17 +189,17 @@ class Engine:
         return self._observer.taken(len(self.plan.collectives))
 
     def begin(self, state: State = None, *, weight: Any = None, scale: float = 1.0, sends: bool = True) -> Step:
-        """Begin a step, which is `step` until it ends.
+        """Begin a step. It is the attribute `step` until it ends.
 
         Args:
-            state: The state to begin from; None for the one after the last step.
-            weight: The weight of this rank's gradients, for `weighted`. Without a valid one `Step.agree` raises.
-            scale: The factor for gradients in a step without weights.
-            sends: False to send the weight with the first gradients.
+            state: The state to begin from; None for the state after the last step.
+            weight: The weight of this rank's gradients, for `weighted`. `Step.agree` raises if it is not valid.
+            scale: Factor for gradients in a step without weights.
+            sends: False to send the weight with the first gradients, not now.
 
         Raises:
-            RuntimeError: After an earlier step the ranks are desynchronized.
-            TypeError: A weight is given to another pipeline than `weighted`.
+            RuntimeError: An earlier step left ranks desynchronized.
+            TypeError: A weight is given, but the pipeline is not `weighted`.
         """
         self.refuse_after_failure()
         if weight is not None:
@@ -247,7 +247,7 @@ class Engine:
         return step
 
     def _remembered(self) -> list[int]:
-        """Return the places of parts of the state that stay as they were in a step that is not finite."""
+        """Return the positions of those parts of the state that a step with NaN or infinity leaves unchanged."""
         if self._memories is None:  # the same for all states of the pipeline
             items = tree.annotated_items(self._own_state())
             self._memories = [
@@ -289,14 +289,14 @@ class Engine:
     def refuse_after_failure(self) -> None:
         """Raise a RuntimeError if this rank may be desynchronized.
 
-        The others may still wait in collectives of the step that failed here, which would meet those of the next one.
+        Other ranks may still wait in collectives of the failed step, and would match them with those of the next step.
         """
         if self.refused is not None:
             raise RuntimeError(
                 f"no step begins, since parameters are in no good state: {self.refused}"
             ) from self.refused
         if isinstance(self.wire, Elastic) and (self.wire.epoch != self.lane.epoch or self.wire.lost is not None):
-            self.broken = None  # nothing is sent in the rest of an epoch that has lost a rank: steps end as they should
+            self.broken = None  # an epoch that lost a rank sends nothing more, so steps stay consistent
         if self.broken is not None:
             raise RuntimeError(
                 f"an earlier step failed on this rank ({type(self.broken).__name__}: {self.broken}), so ranks may "
@@ -304,9 +304,9 @@ class Engine:
             ) from self.broken
 
     def connect(self) -> None:
-        """Make the lane's communicators, if that is still to be done. All ranks call it when they set up.
+        """Create the lane's communicators unless they exist. All ranks call it at set-up.
 
-        The first step could be too late: models that share a backward may begin their steps in another order on a rank.
+        The first step may be too late: models that share a backward may begin their steps in a rank-dependent order.
         """
         if not self._is_connected:
             self.lane.connect(self.wire, self.groups, self.device)
@@ -316,31 +316,31 @@ class Engine:
             self._is_connected = True
 
     def prepare(self, state: State = None) -> Plan | None:
-        """Make the plan for `state`, or the present one, now, not in the first step."""
+        """Make the plan for `state`, or for the current state, now instead of in the first step."""
         if state is not None:
             self._parts, self._structure = tree.flatten_any(state)
         return self._choose().plan
 
     def fail_next_from(self, state: State, error: BaseException) -> None:
-        """Fail the next step on all ranks because of `error`: the others begin it from a state like `state`."""
+        """Fail the next step on all ranks because of `error`; the others begin that step from a state like `state`."""
         self.prepare(state)
         begin_next([self])
         self.fail(error)
         self.release_state()
 
     def expect(self, arrival: list[str]) -> None:
-        """Expect gradients in the order `arrival` from the next step on; it must be the same on all ranks."""
+        """Expect gradients in the order `arrival` from the next step on. It must be the same on all ranks."""
         if self.plan is not None and arrival != list(self.plan.buckets):
             self._order, self._programs = arrival, []
             self._memory.clear()
 
     def continue_with(self, learnt: list[str]) -> None:
-        """Expect gradients in the order that the run has learnt which this one continues; learn anew if it had not."""
-        named = {without_wrappers(name): name for name in self.leaves}  # the run may not have been compiled, or is
+        """Expect gradients in the order that an earlier run, continued here, has learnt; if empty, learn the order."""
+        named = {without_wrappers(name): name for name in self.leaves}  # either run may be compiled
         learnt = [named.get(without_wrappers(name), name) for name in learnt]
         if self.step is not None:
             raise RuntimeError("the order of gradients cannot be set while a step is open, which is laid out by it")
-        if not learnt and self._can_learn_order:  # its first step is laid out as any first step
+        if not learnt and self._can_learn_order:  # lays out the next step as any first step
             self.learnt, self.learns_order, self._order, self._programs = [], True, None, []
             self._memory.clear()
         elif learnt and {*learnt} == self.leaves.keys():
@@ -351,14 +351,14 @@ class Engine:
                 self.expect(learnt)
 
     def drop(self, leaves: frozenset[str]) -> None:
-        """Leave out `leaves`, which no rank uses, from the next step on. They must be the same on all ranks."""
+        """Leave out `leaves`, unused on all ranks, from the next step on. They must be the same on all ranks."""
         if leaves:
             self._dropped, self._programs = leaves, []
 
     def learn_from(self, before: "Engine") -> bool:
-        """Copy what the steps of `before` have learnt, and return True; False if its leaves differ.
+        """Copy the learnt order and the dropped leaves of `before`, and return True; return False if leaves differ.
 
-        If only one rank replaces its engine, it then still sends what the other ranks send.
+        A rank that alone replaces its engine then still sends the same messages as the other ranks.
         """
         if list(self.leaves) != list(before.leaves):
             return False
@@ -386,13 +386,13 @@ class Engine:
         except LoweringError:
             if self._needs_plans:
                 raise
-            self._has_plans = False  # in no later phase either: a trace takes longer than a step
+            self._has_plans = False  # nor is it tried in later phases: a trace takes longer than a step
             return None
-        if self._order is not None:  # the order is known
+        if self._order is not None:  # the order is final, so no other plan needs them
             self._traces.clear()
-        named = {group: group for group in self.groups}  # a trace has plain text, which a later group may have, too
+        named = {group: group for group in self.groups}  # a trace has plain names; later groups may reuse them
         groups = tuple(dict.fromkeys([*(named.get(group, group) for group in plan.groups), *self.groups]))
-        # Autograd returns gradients that share memory.
+        # Autograd may return gradients that share memory.
         program = Program(
             plan, self._own_wire, self._memory, groups, device=self.device, clones_shared=self._overwrites_early
         )
@@ -415,20 +415,20 @@ def _strided(part: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(part.shape, strides, dtype=part.dtype, device=part.device).copy_(part)
 
 
-_functions: dict[tuple[Any, ...], list[Lane]] = {}  # their lanes, by what weakly refers to process groups, or a wire
+_functions: dict[tuple[Any, ...], list[Lane]] = {}  # their lanes, by weak references to groups or a wire
 
 
 def begin_next(engines: Iterable[Engine]) -> None:
-    """Begin the next steps of `engines`, none of which is open, for the caller to fail."""
+    """Begin the next step of each of `engines`, so that the caller can fail it. They must not have an open step."""
     for engine in engines:
         with suppress(RuntimeError):  # if a step cannot begin, no rank waits for this one
             engine.begin()
 
 
 def _lane_of_functions(world: tuple[Any, ...]) -> Lane:
-    """Return a lane for functions over `world`, without an open step and whole: calls within calls have others.
+    """Return a lane for functions over `world` that has no open step and is not broken. Nested calls get other lanes.
 
-    Programs make functions by the thousand, and nothing frees a process group.
+    Functions share lanes because programs create functions by the thousand, and a process group is never freed.
     """
     for gone in [each for each in _functions if any(ref is not None and ref() is None for ref in each)]:
         del _functions[gone]
@@ -440,12 +440,12 @@ def _lane_of_functions(world: tuple[Any, ...]) -> Lane:
 
 
 class Engines:
-    """A cache of engines of one pipeline: one for each set of shapes, dtypes and devices, and of process groups.
+    """A cache of engines of one pipeline, by shapes, dtypes and devices of the leaves, and by process groups.
 
-    Memory layouts are not part of the key, since ranks may differ in them. Means have the layout of the first leaves.
+    Memory layouts are not part of the key, because ranks may differ in them. Means have the layout of the first leaves.
 
     Args:
-        lane: That of all engines; None for those that functions share.
+        lane: The lane of all engines; None for the lanes that functions share.
     """
 
     def __init__(
@@ -466,7 +466,7 @@ class Engines:
         options["other_groups"] = other_groups
         self._make = partial(Engine, sync, **options)
         self._own_lane = lane
-        self._lanes: dict[Any, Lane] = {}  # of functions, by process groups: later ones may have their names
+        self._lanes: dict[Any, Lane] = {}  # by the process groups themselves: later groups may reuse names
         self._engines: dict[Any, Engine] = {}
         self._calls: dict[Any, object] = {}
 
@@ -475,10 +475,10 @@ class Engines:
         """Yield the engine for leaves and a state of these shapes, to one call at a time.
 
         Raises:
-            RuntimeError: Another call for such leaves is under way; its step continues.
+            RuntimeError: Another call for such leaves is running. Its step continues.
         """
         key, call = self._key(leaves, state), object()
-        if self._calls.setdefault(key, call) is not call:  # atomic, as a look and an entry are not
+        if self._calls.setdefault(key, call) is not call:  # atomic, unlike a lookup followed by an insertion
             raise RuntimeError(
                 f"a step of {self._sync!r} for such leaves is under way: its function was called again within its own "
                 "call, or by another thread; make another one for that with fnddp.value_and_grad or fnddp.jit, for a "
@@ -493,7 +493,7 @@ class Engines:
         """Return the engine for leaves and a state of these shapes.
 
         Raises:
-            ValueError: The state was made for other leaves or another pipeline. The next step fails on all ranks.
+            ValueError: The state is of other leaves or another pipeline. The next step fails on all ranks.
         """
         return self._of(self._key(leaves, state), leaves, state)
 
@@ -507,7 +507,7 @@ class Engines:
     def _lane(self, world: tuple[Any, ...]) -> Lane:
         if self._own_lane is not None:
             return self._own_lane
-        if world not in self._lanes or self._lanes[world].broken is None:  # a broken one refuses
+        if world not in self._lanes or self._lanes[world].broken is None:  # a broken lane is kept: it refuses steps
             self._lanes[world] = _lane_of_functions(world)
         return self._lanes[world]
 
@@ -515,34 +515,34 @@ class Engines:
         lane = self._lane(key[-1])
         engine = self._engines.pop((key, lane), None)
         if engine is None:
-            # empty_like gives a layout in which no two elements share memory: later gradients are copied into it.
+            # empty_like makes a layout in which no two elements share memory. Later gradients are copied into it.
             specs = {path: LeafSpec.of(torch.empty_like(leaf)) for path, leaf in leaves.items()}
             engine = self._make(specs, lane=lane)
             self._require_fitting(engine, key, leaves, state)
             engine.connect()
-            if self._own_lane is None and not isinstance(self._wire, Elastic):  # a rank that comes back has made fewer
+            if self._own_lane is None and not isinstance(self._wire, Elastic):  # a rank that rejoins has fewer engines
                 engine.place = next(lane.places)
         self._engines = dict([*self._engines.items(), ((key, lane), engine)][-MAX_PHASES:])
         self.last = engine
         return engine
 
     def _require_fitting(self, engine: Engine, key: Any, leaves: Leaves, state: State) -> None:
-        """Raise a ValueError if `state` is not one for `leaves`, after the next step has failed on all ranks.
+        """Fail the next step on all ranks and raise a ValueError if `state` does not fit `leaves`.
 
-        This is found before the new `engine` connects: other ranks, whose states are right, may have no such engine.
+        Checked before the new `engine` connects, because ranks with a correct state may have no such engine.
         """
         initial = self._sync.init(leaves)
         initial_key = self._key(leaves, initial)
         if initial_key == key:
             return
         try:
-            if engine.prepare(state) is None:  # without a plan nothing has looked at the state yet
+            if engine.prepare(state) is None:  # without a plan nothing has checked the state yet
                 require_like(repr(self._sync), state, initial)
         except Exception as error:
             given = {part.path: part.value for part in parts(state) if isinstance(part.value, int)}
             like = [given.get(p.path, p.value) if isinstance(p.value, int) else p.value for p in parts(initial)]
             if (initial_key, engine.lane) in self._engines:
-                for i, counter in self._engines[initial_key, engine.lane].counters.items():  # those of the other ranks
+                for i, counter in self._engines[initial_key, engine.lane].counters.items():  # as on the other ranks
                     like[i] = counter
             fitting = tree.replace_leaves(initial, like)
             self._of(self._key(leaves, fitting), leaves, fitting).fail_next_from(fitting, error)

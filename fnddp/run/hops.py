@@ -1,4 +1,4 @@
-"""The two hops of sharded optimizers: the owner of each parameter, and what travels to owners and back."""
+"""The two hops of sharded optimizers: the owner of each parameter, and the pipelines to owners and back."""
 
 import functools
 import math
@@ -35,30 +35,30 @@ ELEMENTWISE = frozenset(
         torch.optim.ASGD,
     }
 )
-"""Optimizers that compute each element by itself, so that a leaf may have several owners, of rows."""
+"""Optimizers that update each element by itself, so that several ranks may own rows of a leaf."""
 
 CUT = 2**14
-"""Elements from which a leaf is cut by rows."""
+"""Number of elements from which on a leaf is cut by rows."""
 
 
 def several(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return a list of what is one optimizer, or several. (Anything with a `step` may be one.)"""
+    """Return a list of optimizers, given one or several. Any object with a `step` counts as an optimizer."""
     return list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
 
 
 def wrap_step(optimizer: torch.optim.Optimizer, stepped: Callable[..., Any]) -> None:
-    """Let `optimizer.step` call `stepped` with the step of before, its positional arguments, and those by name."""
+    """Make `optimizer.step` call `stepped(step, args, kwargs)`, where `step` is the original method."""
     step = optimizer.step
 
     @functools.wraps(step)
     def wrapped(_: Any, *args: Any, **kwargs: Any) -> Any:
         return stepped(step, args, kwargs)
 
-    optimizer.step = MethodType(wrapped, optimizer)  # a method, as schedulers expect it, which wrap it in turn
+    optimizer.step = MethodType(wrapped, optimizer)  # a bound method, because schedulers wrap it in turn
 
 
 def refuse_closure(who: str, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise a TypeError if an optimizer's step has got a closure; Accelerate gives None."""
+    """Raise a TypeError if an optimizer's step was called with a closure. None is allowed: Accelerate passes it."""
     if any(each is not None for each in (*args, kwargs.get("closure"))):
         raise TypeError(
             f"{who}: {type(optimizer).__name__}.step got a closure, which may evaluate the model between updates that "
@@ -68,9 +68,9 @@ def refuse_closure(who: str, optimizer: torch.optim.Optimizer, args: Sequence[An
 
 @contextmanager
 def groups_of(optimizer: torch.optim.Optimizer, own: Mapping[Any, Tensor]) -> Generator[None]:
-    """Let the groups of an optimizer have `own[p]` for each parameter p in it, and no others, for the block.
+    """Replace each parameter p in the groups of an optimizer by `own[p]` in the block; leave out p not in `own`.
 
-    Groups without any are left out. So an optimizer may stack the gradients of a group.
+    Empty groups are left out, so that an optimizer can stack the gradients of a group.
     """
     groups = [*optimizer.param_groups]
     held = [group["params"] for group in groups]
@@ -86,7 +86,7 @@ def groups_of(optimizer: torch.optim.Optimizer, own: Mapping[Any, Tensor]) -> Ge
 
 
 def named_groups(optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer as torch saves them, with names of parameters by their ids, on the CPU."""
+    """Return the groups of an optimizer as torch saves them, on the CPU, with parameter names from `name_of`."""
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         names = [name_of[id(p)] for p in group["params"] if id(p) in name_of]
@@ -95,7 +95,7 @@ def named_groups(optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True for torch's Muon, and for others by their name."""
+    """Return True for torch's Muon, and for other optimizers with Muon in their name."""
     return "muon" in type(optimizer).__name__.lower()
 
 
@@ -123,11 +123,11 @@ def parameters_of(
 
 
 def require_ownable(who: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, int]:
-    """Return the number of the optimizer of each parameter, by the parameter's id; raise unless they can have owners.
+    """Return the index of each parameter's optimizer, by the parameter's id; raise unless all can have owners.
 
     Raises:
         TypeError: An optimizer mixes leaves, has owners already, or runs in backward.
-        ValueError: A parameter is not the model's, or in two optimizers.
+        ValueError: A parameter is not the model's, or is in two optimizers.
     """
     of: dict[int, int] = {}
     names = {id(p): name for name, p in model.named_parameters()}
@@ -158,14 +158,14 @@ def require_ownable(who: str, model: nn.Module, optimizers: Sequence[torch.optim
 
 
 def options_of(which: str, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return lines about the options of an optimizer, which must be the same on all ranks."""
+    """Return descriptions of those options of an optimizer that must be the same on all ranks."""
     groups = optimizer.param_groups
     options = [{k: v for k, v in each.items() if k not in ("params", "param_names", "lr", OWNED)} for each in groups]
     return {which: str(options), f"rates of {which}": str([float(each["lr"]) for each in groups if "lr" in each])}
 
 
 def require_same_parameters(who: str, optimizer: torch.optim.Optimizer, known: Iterable[Tensor]) -> None:
-    """Raise a RuntimeError if an optimizer with owners has got a parameter that is none of those it `known` had."""
+    """Raise a RuntimeError if an optimizer with owners has a parameter that is not in `known`."""
     ids = {*map(id, known)}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p.requires_grad and id(p) not in ids:
@@ -176,7 +176,7 @@ def require_same_parameters(who: str, optimizer: torch.optim.Optimizer, known: I
 
 
 def require_same_groups(saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ValueError unless groups of parameters that were saved have the names of those that are here."""
+    """Raise a ValueError unless the saved groups name the same parameters as the groups of this optimizer."""
     if [set(group["params"]) for group in saved] != [set(group["params"]) for group in mine]:
         raise ValueError(
             f"load_optimizer_state_dict: the groups of parameters are {[len(g['params']) for g in saved]} parameters "
@@ -227,27 +227,27 @@ def owners_of(
 
 
 OWNED = "owned"
-"""In groups of the `state_dict` of an optimizer with owners, and so in those of one without that has loaded it: the
-rows that the rank which made it owns, by leaf."""
+"""Key in the groups of an optimizer's `state_dict`, saved where leaves have owners: the rows of each leaf that the
+saving rank owned. It is also in the groups of an optimizer without owners that has loaded such a `state_dict`."""
 
 Rows: TypeAlias = Mapping[str, Sequence[int]]
-"""Begin and end of the rows of leaves, by name."""
+"""The first row and the end of the rows of each leaf, by name."""
 
 _owning: "weakref.WeakKeyDictionary[torch.optim.Optimizer, str]" = weakref.WeakKeyDictionary()
 
 
 def owner_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return what has given the state of `optimizer` to owners, if any: "own" or "own_matrices"."""
+    """Return the function that divided the state of `optimizer` among owners: "own", "own_matrices", or None."""
     return _owning.get(optimizer)
 
 
 def owned_in(groups: Iterable[Mapping[str, Any]]) -> Rows | None:
-    """Return the rows that a rank owned whose optimizer's `state_dict` has been loaded into `groups`, if it was so."""
+    """Return the rows that the saving rank owned, if `groups` come from a `state_dict` with owners; None otherwise."""
     return next((group[OWNED] for group in groups if OWNED in group), None)
 
 
 def unmark(optimizer: torch.optim.Optimizer) -> None:
-    """Remove what `owned_in` returns."""
+    """Remove the entry that `owned_in` returns."""
     for group in optimizer.param_groups:
         group.pop(OWNED, None)
 
@@ -255,7 +255,7 @@ def unmark(optimizer: torch.optim.Optimizer) -> None:
 def require_own_state(
     who: str, optimizer: torch.optim.Optimizer, theirs: Rows | None, owners: Owners, rank: int
 ) -> None:
-    """Raise a ValueError if a state is what another rank owned: `theirs` are not the rows of `rank`, nor all rows."""
+    """Raise a ValueError if another rank saved its part of the state: `theirs` are neither this rank's nor all rows."""
     mine = _rows_of(owners, rank)
     whole = {name: [0, shape[0] if shape else 1] for name, shape in owners.shapes if shape.numel()}
     if theirs is not None and theirs not in (mine, whole):
@@ -274,7 +274,7 @@ def _rows_of(owners: Owners, rank: int) -> dict[str, list[int]]:
 def require_shapes(
     who: str, optimizer: torch.optim.Optimizer, name: str, shapes: Sequence[torch.Size], state: Mapping[str, Any]
 ) -> None:
-    """Raise a ValueError if the state of a leaf has a tensor of another shape, in an optimizer where none has."""
+    """Raise a ValueError if a leaf's state has a tensor not of `shapes`; only for torch's elementwise ones and Muon."""
     if type(optimizer) not in ELEMENTWISE | {torch.optim.Muon}:
         return
     for key, value in state.items():
@@ -291,14 +291,14 @@ def require_shapes(
 def mark_states(
     who: str, optimizer: torch.optim.Optimizer, owners: Owners, rank: int, leaves: Mapping[str, Tensor]
 ) -> None:
-    """Let `optimizer.state_dict` say what this rank owns, and `load_state_dict` refuse what another rank did.
+    """Make `optimizer.state_dict` record the rows this rank owns, and `load_state_dict` refuse those of other ranks.
 
-    Indices of parameters, by which torch stores states, are the same on all ranks, so nothing else would tell. In the
-    state of leaves that other ranks own, tensors have no elements: an optimizer without owners that has loaded them
-    fails in its first step, where it would train on without what is missing.
+    torch stores states by parameter index, and indices are equal on all ranks, so nothing else would reveal a mix-up.
+    The saved state has tensors without elements for leaves of other ranks: an optimizer without owners that loads them
+    then fails in its first step. It would otherwise continue to train with a part of the state missing.
 
     Args:
-        leaves: The parameters of the optimizer, by name: what this rank owns, and what stands for the leaves of others.
+        leaves: The parameters of the optimizer, by name: this rank's own, and the substitutes for leaves of others.
     """
     mine = _rows_of(owners, rank)
     name_of = {id(p): name for name, p in leaves.items()}
@@ -318,10 +318,10 @@ def mark_states(
             group[OWNED] = mine
 
     def check(of: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        theirs = owned_in([*saved["param_groups"], saved])  # beside the groups in files of before
+        theirs = owned_in([*saved["param_groups"], saved])  # older files have it next to the groups
         require_own_state(who, of, theirs, owners, rank)
         indices = [i for group in saved["param_groups"] for i in group["params"]]
-        for i, name in zip(indices, names_in(of.param_groups), strict=False):  # torch compares their numbers
+        for i, name in zip(indices, names_in(of.param_groups), strict=False):  # torch checks that the lengths agree
             if name in mine:
                 require_shapes(who, of, name, [owners.shape(name), leaves[name].shape], saved["state"].get(i, {}))
 
@@ -342,13 +342,13 @@ def _some(owned: Rows) -> str:
 
 
 def to_their_owners(leaves: Mapping[str, Tensor], owners: Sequence[Owners]) -> to_owners:
-    """Return the first half of a mean of all leaves, which `owners` have: those of each optimizer."""
+    """Return the first half of a mean, from all ranks to the owners of all leaves; `owners` has one per optimizer."""
     shapes = tuple((path, leaf.shape) for path, leaf in leaves.items())
     return to_owners(owners=Owners(owners[0].n, shapes, tuple(pair for each in owners for pair in each.whole)))
 
 
 def first_hop(who: str, gradients: str | Sync) -> Sync:
-    """Return the pipeline of gradients on their way to owners; raise a TypeError if it cannot end there."""
+    """Return the pipeline that sends gradients to owners; raise a TypeError if `gradients` cannot end at owners."""
     if gradients == AUTO:
         raise TypeError(
             f"{who}: gradients='auto' measures pipelines that give every rank a mean; name one yourself, such as those "
@@ -368,7 +368,7 @@ def first_hop(who: str, gradients: str | Sync) -> Sync:
 
 
 def second_hop(who: str, weights: str | Sync, what: str = "weights") -> Sync:
-    """Return the pipeline of weights on their way from owners; raise a TypeError if `what` cannot travel by it."""
+    """Return the pipeline that sends weights from owners; raise a TypeError, naming `what`, if it cannot do so."""
     sync = pipeline_of(f"{who}: {what}", weights)
     inner = codecs_of(sync)
     for each in all_in(inner):
@@ -387,22 +387,22 @@ def _is_codec(sync: Sync) -> bool:
 
 
 def codecs_of(weights: Sync) -> Sync:
-    """Return the pipeline that encodes on the second hop: without `ef21`, by which owners send differences."""
+    """Return the encoding part of the second hop's pipeline, without `ef21`: that only makes owners send changes."""
     return weights.inner if isinstance(weights, ef21) else weights
 
 
 def default_cap_mb(n: int) -> float:
-    """Return the size of buckets on both hops in MiB: rows for owners are padded to the longest in a bucket."""
+    """Return the size of buckets on both hops in MiB. Rows for owners are padded to the longest in a bucket."""
     return max(25.0, 12.5 * n)
 
 
 def plan_of_gradients(gradients: Sync, leaves: Mapping[str, Tensor], owners: Sequence[Owners]) -> Plan:
-    """Return the plan of the first hop of `own`, of all leaves."""
+    """Return the plan of the first hop of `own`, for all leaves."""
     return _planned(with_halves(gradients, to_their_owners(leaves, owners)), leaves, owners[0].n)
 
 
 def plan_of_weights(weights: Sync, leaves: Mapping[str, Tensor], owners: Owners) -> Plan:
-    """Return the plan of the second hop of `own`, of the leaves of one optimizer."""
+    """Return the plan of the second hop of `own`, for the leaves of one optimizer."""
     sent = {path: torch.empty(owners.sent_shape(path), dtype=p.dtype, device=p.device) for path, p in leaves.items()}
     return _planned(with_halves(codecs_of(weights), to_all(owners=owners)), sent, owners.n)
 

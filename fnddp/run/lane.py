@@ -1,4 +1,4 @@
-"""The lane of a wrapped model: what stays when its pipeline or its parameters are replaced."""
+"""The lane of a wrapped model: communicators and counts that stay when its pipeline or parameters are replaced."""
 
 import itertools
 import weakref
@@ -19,33 +19,33 @@ MOST = 256  # lanes on a process group
 
 _numbers = itertools.count()
 
-# Numbers of the lanes of each process group, and the lanes that send over one, or over another wire, themselves.
+# Numbers of lanes in use, by process group; and the lanes that send over a group itself, or over another wire.
 _taken: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]]" = weakref.WeakKeyDictionary()
 _sharing: "weakref.WeakKeyDictionary[Any, weakref.WeakSet[Lane]]" = weakref.WeakKeyDictionary()
 
 
 def has_lanes(group: str | None) -> bool:
-    """Return whether models synchronize on `group` already."""
+    """Return whether wrapped models synchronize over `group` already."""
     live = live_or_none(group)
     return live is not None and bool(_taken.get(live))
 
 
 class Lane:
-    """A communicator of its own in each process group, so that steps of two lanes can be open at once.
+    """A separate communicator in each process group, so that steps of two lanes can be open at once.
 
-    A gloo group on CPUs is connected again for each lane, so that messages do not meet the user's own either. On an
-    accelerator the first lane takes the group itself, and others a copy of it. Where neither is possible, on a wire
-    other than torch.distributed or with torchcomms, lanes share it.
+    For gloo on CPUs each lane connects the group's ranks again, so that its messages cannot mix with the user's either.
+    On an accelerator the first lane uses the group itself, and others use a copy. If neither is possible (a wire other
+    than torch.distributed, or torchcomms), lanes share the group or the wire.
 
     Attributes:
-        number: In the order of construction, in which steps that share a backward end.
-        begun, ended: Numbers of steps.
-        places: Counts engines whose steps ranks could mix up: see `Flags`.
+        number: Number in the order of construction. Steps that share a backward end in this order.
+        begun, ended: Counts of steps.
+        places: Counter that numbers engines, for ranks to detect mixed-up steps: see `Flags`.
         broken: The error after which ranks may be desynchronized.
-        refused: The error that has left parameters, on all ranks, as they should not be: no step begins.
+        refused: The error that left wrong values in parameters on all ranks, so that no step may begin.
         notices: `Step.notice` of the last steps, on an accelerator.
         epoch: Epoch of an elastic wire in which this rank was last consistent with the others.
-        shared: For each communicator that is not its own, the lanes that use it.
+        shared: For each communicator shared with others, the lanes that use it.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Lane:
         self._free: list[Callable[[], object]] = []
 
     def connect(self, wire: Wire, groups: Iterable[str | None], device: torch.device) -> None:
-        """Make the communicators that it does not have yet. All ranks of each group call it, for lanes in one order.
+        """Create missing communicators. All ranks of each group call it, for several lanes in the same order.
 
         Raises:
             CollectiveError: Another rank did not make this call within the timeout of its group.
@@ -104,7 +104,7 @@ class Lane:
 
     @property
     def is_alone(self) -> bool:
-        """True if no other lane uses its communicators, so that its steps may send before they end."""
+        """True if no other lane uses its communicators. Only then its steps may send before they end."""
         return all(len(lanes) == 1 for lanes in self.shared)
 
     def wire(self, wire: Wire, groups: Iterable[str | None]) -> Wire:

@@ -1,4 +1,4 @@
-"""Measurements of a rank's computation: backward with the arrival of each gradient, and a plan's segments."""
+"""Measure a rank's computation: backward with the arrival time of each gradient, and a plan's segments."""
 
 import statistics
 import time
@@ -23,16 +23,16 @@ from fnddp.wire.groups import World, within
 from fnddp.wire.kinds import Kind
 
 CALLS = 5
-"""Timed repetitions, whose medians count; one more goes ahead, which allocates and compiles."""
+"""Number of timed repetitions. Results are their medians; one untimed run before them allocates and compiles."""
 
 
 def measure_backward(loss_fn: Callable[..., Tensor], params: Tree, *batch: object, calls: int = CALLS) -> Compute:
-    """Time forward and backward on this machine, and when in backward the gradient of each leaf is ready.
+    """Time forward and backward on this machine, and the moment in backward when each leaf's gradient is ready.
 
-    Nothing is synchronized and no gradient is kept. Pass `order` of the result to `lower`, as `arrival`: that is the
-    order that engines learn. The wrong number for a machine that is not like the ones to train on, that is busy with
-    something else, or that ranks will share, unless all measure at once; set `torch.set_num_threads` to the number of
-    each rank.
+    Nothing is synchronized and no gradient is kept. Pass `order` of the result to `lower`, as `arrival`: it is the
+    order that training learns. Measure on a machine like those that you will train on, with nothing else running. If
+    ranks will share the machine, let all measure at the same time, each with its number of threads
+    (`torch.set_num_threads`).
 
     Args:
         loss_fn: `loss_fn(params, *batch) -> loss`, a scalar.
@@ -41,7 +41,7 @@ def measure_backward(loss_fn: Callable[..., Tensor], params: Tree, *batch: objec
         calls: Number of timed repetitions, at least 1.
 
     Returns:
-        Medians, without `segments`: see `measure_segments`. A leaf that gets no gradient arrives at the end.
+        Medians, without `segments`: see `measure_segments`. A leaf without a gradient arrives at the end.
 
     >>> params = {"w": torch.ones(3), "unused": torch.ones(2)}
     >>> compute = measure_backward(lambda params, x: (params["w"] * x).sum(), params, torch.ones(3))
@@ -58,7 +58,7 @@ def measure_backward(loss_fn: Callable[..., Tensor], params: Tree, *batch: objec
 
     for path, variable in variables.items():
         variable.register_post_accumulate_grad_hook(partial(note, path))
-    rows: list[list[float]] = []  # forward, backward, and the arrival of each leaf
+    rows: list[list[float]] = []  # forward, backward, and arrival of each leaf
     device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
     for _ in range(_checked(calls) + 1):
         ready.clear()
@@ -76,20 +76,20 @@ def measure_backward(loss_fn: Callable[..., Tensor], params: Tree, *batch: objec
 def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> tuple[float, ...]:
     """Time the computation of a plan on this machine: encoding and decoding of random gradients, segment by segment.
 
-    Segments run as in a step, on a wire that takes no time and on which all ranks send the same as this one. The wrong
-    number where compression depends on the values, beyond what random ones show; and where ranks share cores, caches or
-    a GPU, unless as many processes as will share them measure at once, each with its number of threads.
+    Segments run as in a step, on a wire that takes no time, as if all ranks sent the same values as this rank. The
+    result is wrong if the time of compression depends on values, and random ones differ from yours. If ranks will share
+    cores, caches or a GPU, measure in as many processes at the same time, each with its number of threads.
 
     Args:
-        plan: For any number of ranks, which need not exist. Its leaves must not be on the meta device.
+        plan: A plan for any number of ranks. They need not exist. Its leaves must not be on the meta device.
         state: The state before the step; None for the initial state. It is not written over.
         calls: Number of timed repetitions, at least 1.
 
     Returns:
-        Medians, for `Compute`'s `segments`.
+        Medians, to use as `segments` of `Compute`.
 
     Raises:
-        ValueError: The plan's leaves are on the meta device, which computes nothing.
+        ValueError: The plan's leaves are on the meta device.
 
     >>> from fnddp import fp16, allreduce, lower
     >>> plan = lower(fp16(allreduce), {"w": torch.empty(1000)}, world_size=8)
@@ -120,7 +120,7 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
 
 
 class _Mirror:
-    """A wire that takes no time, and on which every rank sends the same as this one."""
+    """A wire that takes no time and behaves as if every rank sent the same values as this rank."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -145,7 +145,7 @@ class _Mirror:
     def vote(self, flags: Tensor, group: str | None) -> "tuple[Tensor, _Mirror]":
         return flags.expand(self.size(group), *flags.shape), self
 
-    # As the `Work` of its collectives, which are complete at once.
+    # It is also the `Work` of its collectives. They are complete at once.
     def is_completed(self) -> bool:
         return True
 

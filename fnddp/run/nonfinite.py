@@ -1,4 +1,4 @@
-"""What is infinite or NaN in a step, and memory that stays as it was then."""
+"""Detect NaN and infinity in a step, and restore the pipeline's memory if there are any."""
 
 import math
 from collections import defaultdict
@@ -18,8 +18,8 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def has_nonfinite(tensors: Iterable[Tensor], device: Device) -> Tensor | bool:
-    """Return whether an element of `tensors` is infinite or NaN: on an accelerator a scalar there."""
-    extremes = [each for tensor in tensors if tensor.numel() for each in _real(tensor).aminmax()]  # which show a NaN
+    """Return whether an element of `tensors` is infinite or NaN. On an accelerator the result is a scalar there."""
+    extremes = [each for tensor in tensors if tensor.numel() for each in _real(tensor).aminmax()]  # NaN propagates
     if not extremes:
         return False
     if not device.is_asynchronous:
@@ -28,14 +28,14 @@ def has_nonfinite(tensors: Iterable[Tensor], device: Device) -> Tensor | bool:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a tensor that has a minimum, and is not finite where `tensor` is not."""
+    """Return a real tensor, of a dtype with a minimum, that has NaN or infinity where `tensor` has."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
     return tensor if tensor.itemsize > 1 else tensor.float()
 
 
 def spoil(tensors: Iterable[Tensor], found: Tensor | bool) -> None:
-    """Make the first element of each of `tensors` NaN if `found` is true; otherwise all stay as they are, to the bit.
+    """Make the first element of each of `tensors` NaN if `found` is true; otherwise keep all bits unchanged.
 
     >>> mean = torch.ones(2)
     >>> spoil([mean], True)
@@ -52,10 +52,10 @@ def spoil(tensors: Iterable[Tensor], found: Tensor | bool) -> None:
 
 
 def unless(found: Tensor, before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
-    """Return `after`, or, of parts that are tensors, `before` if the scalar `found` is true; to the bit.
+    """Return `after`, but replace its tensors by those of `before` if the scalar `found` is true. Bits are unchanged.
 
-    On an accelerator a call costs more than a pass over a small tensor, so small ones of one dtype are chosen together,
-    by operations on lists.
+    On an accelerator a call costs more than a pass over a small tensor, so small tensors of one dtype are selected
+    together, by operations on lists.
 
     >>> unless(torch.tensor(True), [torch.ones(2), 3], [torch.full((2,), torch.nan), 4])
     [tensor([1., 1.]), 4]
@@ -63,18 +63,18 @@ def unless(found: Tensor, before: Sequence[Any], after: Sequence[Any]) -> list[A
     chosen, small = list(after), defaultdict[torch.dtype, list[int]](list)
     for i, part in enumerate(after):
         if isinstance(part, Tensor):
-            # With other strides CUDA takes the tensors of a list one by one.
+            # If strides differ, CUDA processes the tensors of a list one by one.
             is_alike = part.is_floating_point() and part.stride() == before[i].stride()
             if is_alike and part.device == found.device and part.nbytes <= device_of(part.device).light_bytes:
                 small[part.dtype].append(i)
             else:
                 chosen[i] = torch.where(found, before[i], part)
     for dtype, places in small.items():
-        bits = BITS[dtype.itemsize]  # of which a product with zero is zero, also of NaN
+        bits = BITS[dtype.itemsize]  # as integers: zero times the bits of a NaN is zero
         old, new = ([parts[i].view(bits) for i in places] for parts in (before, after))
         change = FOREACH[aten.sub.Tensor][0](old, new)
         FOREACH[aten.mul.Tensor][1](change, found.to(bits))
         FOREACH[aten.add.Tensor][1](change, new)
         for i, part in zip(places, change, strict=True):
-            chosen[i] = part.view(dtype).data  # not a view, which would hold what it views
+            chosen[i] = part.view(dtype).data  # not a view, because a view would hold its base
     return chosen

@@ -1,4 +1,4 @@
-"""A plan, prepared to run: values in registers, and the memory of collectives and means, which outlives steps.
+"""A plan prepared to run: values are in registers, and the memory of collectives and means outlives steps.
 
 A pipeline without a plan is one segment that commits.
 """
@@ -44,15 +44,15 @@ T = TypeVar("T")
 
 
 class Buffer:
-    """The memory of a collective: what it sends, and what it fills, which is the same for a collective in place.
+    """The memory of a collective: a send buffer and a receive buffer, the same one for an in-place collective.
 
-    With `views_apart` each slice looks like memory of its own, for Inductor, which otherwise computes each element of a
-    buffer from all that is written to the buffer.
+    With `views_apart` each slice looks like separate memory. Inductor needs this: it otherwise computes each element of
+    a buffer from everything that is written to the buffer.
     """
 
     def __init__(self, collective: Collective, *, views_apart: bool) -> None:
         self._collective, self._views_apart = collective, views_apart
-        # Padding is sent, and a sum of it is checked for what is not finite.
+        # Padding is sent, and the result is checked for NaN and infinity, so it must be zero.
         empty = torch.zeros if collective.has_padding else torch.empty
         self.send = empty(collective.send_shape, dtype=collective.dtype, device=collective.device)
         is_in_place = collective.kind.is_in_place
@@ -62,7 +62,7 @@ class Buffer:
         self._own_uses = [storage_use_count(tensor) for tensor in self._tensors]
 
     def view(self, name: BufferSlice) -> Tensor:
-        """Return the slice that `name` stands for."""
+        """Return the slice named `name`."""
         if name not in self._views:
             index = -1 if isinstance(name, Received) else 0
             memory = self._tensors[index]
@@ -79,9 +79,9 @@ class Buffer:
         payload = collective.payloads[name.position]
         shape = (collective.sent_shape if isinstance(name, Sent) else collective.received_shape)(name.position)
         columns = memory.narrow(-1, payload.offset, payload.width)
-        if self._views_apart and columns.numel():  # in a storage of its own, of which this is the only tensor
+        if self._views_apart and columns.numel():  # make a separate storage with this tensor only
             return torch.from_dlpack(columns.view(torch.uint8)).view(payload.dtype).view(shape).data
-        # Contiguous if the buffer has neither another payload nor padding.
+        # Contiguous if the buffer has no other payload and no padding.
         return columns.view(payload.dtype).view(shape)
 
     @property
@@ -93,14 +93,14 @@ class Buffer:
 
 
 class Pool:
-    """The buffers of a collective: two if a caller still holds the first."""
+    """The buffers of one collective. There are two if a caller still held the first when it was needed."""
 
     def __init__(self, collective: Collective, views_apart: bool) -> None:
         self._collective, self._views_apart = collective, views_apart
         self._buffers: list[Buffer] = []
 
     def take(self) -> Buffer:
-        """Return a buffer that no caller holds. The pool keeps it."""
+        """Return a buffer that no caller holds. It stays in the pool."""
         free = next((buffer for buffer in self._buffers if not buffer.is_held), None)
         if free is None:
             free = Buffer(self._collective, views_apart=self._views_apart)
@@ -109,29 +109,29 @@ class Pool:
 
 
 class PlanMemory:
-    """Memory that consecutive plans share. A tensor that a caller still holds is not used again."""
+    """Memory that consecutive plans share. A tensor that a caller still holds is not reused."""
 
     def __init__(self) -> None:
         self.clear()
         self._streams: dict[Device, Stream] = {}
 
     def clear(self) -> None:
-        """Forget all memory, before plans that need other memory."""
+        """Release all memory, before plans with another layout."""
         self._collectives: dict[Collective, Pool] = {}
         self._means: dict[str, list[Tensor]] = {}
 
     def stream(self, device: Device) -> Stream:
-        """Return the side stream of `device`: one for all plans, since the allocator keeps memory for each stream."""
+        """Return the side stream of `device`, shared by all plans because the allocator caches memory by stream."""
         if device not in self._streams:
             self._streams[device] = device.stream()
         return self._streams[device]
 
     def pool(self, collective: Collective, *, views_apart: bool) -> Pool:
-        """Return the buffers of `collective`. Plans that share memory have one backend."""
+        """Return the buffers of `collective`. Plans that share memory must have the same backend."""
         return self._collectives.setdefault(collective, Pool(collective, views_apart))
 
     def take_mean(self, path: str, leaf: LeafSpec) -> Tensor:
-        """Return unused memory for the mean of a leaf; `give_mean` takes it back."""
+        """Return unused memory for the mean of a leaf. Return it later with `give_mean`."""
         pool = self._means.setdefault(path, [])
         free = next((tensor for tensor in pool if storage_use_count(tensor) == 1), None)
         if free is None:
@@ -140,12 +140,12 @@ class PlanMemory:
         return free
 
     def give_mean(self, path: str, memory: Tensor) -> None:
-        """Keep memory for later means of a leaf, for use once no caller holds it."""
+        """Keep memory for later means of a leaf, and reuse it once no caller holds it."""
         self._means[path] = [*self._means.get(path, [])[-1:], memory]
 
 
 class BoundSegment(NamedTuple):
-    """A segment, with registers for names: a list is faster than a dict of names."""
+    """A segment with register numbers instead of names: a list of values is faster than a dict by name."""
 
     segment: Segment
     inputs: tuple[int, ...]
@@ -154,35 +154,35 @@ class BoundSegment(NamedTuple):
 
 
 class Input(NamedTuple):
-    """Instructions for the gradient of a leaf in a step."""
+    """How a step handles the gradient of a leaf."""
 
     path: str
     leaf: LeafSpec
-    register: int | None  # of the gradient; None for a leaf that was dropped, or has a slot
-    like: tuple[Any, ...] | None  # shape, dtype, device and strides of gradients that are used as they are
-    slot: int | None  # of a gradient that is only copied: the register of its place in what is sent
-    is_cloned: bool  # if a caller holds the gradient, since it is written over
-    is_own: bool  # not reduced over ranks
+    register: int | None  # of the gradient; None for a leaf that is dropped or has a slot
+    like: tuple[Any, ...] | None  # shape, dtype, device and strides of gradients that can be used as is
+    slot: int | None  # register of the slice that is sent, if the gradient is only copied there
+    is_cloned: bool  # copy the gradient if a caller holds it, since a segment writes over it
+    is_own: bool  # True if it is not reduced over ranks
 
 
 class Program:
-    """The code that steps of one phase run.
+    """The code that the steps of one phase run.
 
     Args:
-        groups: Process groups whose ranks end a step together; None if they are not known.
+        groups: Process groups of ranks that end a step together; None if they are unknown.
         clones_shared: True to copy gradients that share memory with other tensors before they are written over.
         is_static: False for a plan of `without_schedule`.
 
     Attributes:
         plan: The plan; None for a plan of `without_schedule`.
-        segment_of: For each leaf the segment that first needs it. Leaves that only the result needs count for an extra
-            entry at the end, which is never complete.
-        needed: For each segment the number of leaves that it needs.
+        segment_of: For each leaf, the index of the first segment that needs it. For leaves that only the result needs,
+            the index of an extra last entry in `needed` that never becomes complete.
+        needed: For each segment, the number of leaves that it needs.
         dtypes: The dtype of each leaf.
         hides_nonfinite: See `Sync.hides_nonfinite`.
-        passed_on: Leaves whose mean may be the gradient itself, which the caller may own.
+        passed_on: Leaves with a mean that may be the gradient itself, so that the caller may own its memory.
         is_polled: True if segments also wait for collectives that the host must poll.
-        device: Where the leaves are, and ranks vote.
+        device: The device of the leaves and of the vote.
         stream: Its side stream; None on the CPU, and for a plan of `without_schedule`.
     """
 
@@ -228,7 +228,7 @@ class Program:
         self._slices = [*all_of(Sent), *all_of(Received), *all_of(PayloadRange)]
         known: dict[Any, Tensor] = {**plan.constants, **{name: spec.empty() for name, spec in plan.scratch.items()}}
         self._constants = [known.get(name) for name in names]
-        # The buffers of the last step, registers with their slices, and the places of gradients that are only copied.
+        # The last step's buffers, registers that hold their slices, and slots of gradients that are only copied.
         self._filled: tuple[list[Buffer], list[Any], list[Tensor | None]] | None = None
         self.device = device_of(device)
         self.stream = memory.stream(self.device) if is_static else None
@@ -247,14 +247,14 @@ class Program:
 
     def _input(self, path: str, register: int | None, slot: int | None, plan: Plan, clones_shared: bool) -> Input:
         leaf = plan.leaves[path]
-        # Autograd conjugates complex gradients lazily, and negates imaginary parts: views with gaps, or scalars.
+        # Autograd conjugates complex gradients lazily, and negates imaginary parts (views with gaps, or scalars).
         is_plain = leaf.shape and not leaf.dtype.is_complex
         like = (leaf.shape, leaf.dtype, leaf.device, leaf.stride) if is_plain else None
         is_own = not plan.sync.reduces(path)
         return Input(path, leaf, register, like, slot, clones_shared and path in plan.overwrites, is_own)
 
     def is_for(self, parts: Sequence[Any]) -> bool:
-        """Return True if its plan holds for the counters in `parts`, and the present sizes of its groups."""
+        """Return True if the plan is valid for the counters in `parts` and the current sizes of its groups."""
         if self.plan is None:
             return True
         phase = self.plan.phase
@@ -267,9 +267,9 @@ class Program:
         return True
 
     def begin(self, parts: Sequence[Any], weight: Weight | None) -> tuple[list[Buffer], list[Any], list[Tensor | None]]:
-        """Return the buffers of a step, its registers with what is known before it, and places of gradients.
+        """Return the buffers of a step, its registers with all values known in advance, and slots for gradients.
 
-        These are for the gradients that are only copied, by position; None for the others.
+        Slots are by position of the leaf. They are for gradients that are only copied; None for the others.
         """
         buffers = [pool.take() for pool in self.pools]
         if self._filled is None or any(a is not b for a, b in zip(buffers, self._filled[0], strict=True)):
@@ -297,7 +297,7 @@ class Program:
 
     def end(self, values: list[Any]) -> tuple[Leaves, list[Any]]:
         """Return the means, and the parts of the next state, from the registers of a step that has run."""
-        # New tensors (not views, which would hold what they view): a caller that holds one of them holds its memory.
+        # Return new tensors, since views would hold their bases. A caller that holds a new one holds its memory only.
         means = {path: mean.data for path, i in self._means.items() if (mean := values[i]) is not None}
         parts = [part if register is None else values[register] for register, part in self._state]
         for path, register in self._memories.items():
@@ -305,7 +305,7 @@ class Program:
         return means, [part.data if isinstance(part, Tensor) else part for part in parts]
 
     def received(self, buffers: Sequence[Buffer]) -> list[Tensor]:
-        """Return what collectives have filled, where it is of fractions."""
+        """Return all received payloads of floating-point or complex dtypes."""
         found: list[Tensor] = []
         for collective, buffer in zip(self.collectives, buffers, strict=True):
             if is_inexact(buffer.receive):  # all payloads at once
@@ -317,7 +317,7 @@ class Program:
         return found
 
     def keep_parts(self, values: list[Any], parts: Sequence[Any]) -> None:
-        """Give the segments copies of the parts of the state that they write over."""
+        """Replace the parts of the state that segments write over by copies in the registers."""
         own = {
             register: torch.empty_like(parts[index])
             for register, index, is_overwritten in self._parts
@@ -330,7 +330,7 @@ class Program:
 
 
 class UnexpectedGradient(ValueError):
-    """A step does not expect a gradient: it has no such leaf, has one already, or the gradient is unlike `leaf`."""
+    """A step got an unexpected gradient: for an unknown leaf, a second one, or one that does not match `leaf`."""
 
     def __init__(self, path: str, grad: Tensor, problem: str = "", leaf: LeafSpec | None = None) -> None:
         if leaf is not None:
@@ -345,12 +345,12 @@ class UnexpectedGradient(ValueError):
 def without_schedule(
     sync: Sync, leaves: Mapping[str, LeafSpec], state: State, groups: Sequence[str | None], world: World
 ) -> Plan:
-    """Return a plan of one segment, which commits: for a pipeline that has no static schedule.
+    """Return a plan of one segment that commits, for a pipeline without a static schedule.
 
-    `leaves` and `state` are like those of steps; `groups` are the groups over which means are taken.
+    `leaves` and `state` have the shapes of those in steps; `groups` are the groups over which means are taken.
     """
     given, structure = tree.flatten_any(state)
-    n, end = len(leaves), len(leaves) + len(given)  # not the state itself, which `run` would keep alive
+    n, end = len(leaves), len(leaves) + len(given)  # not the state itself: `run` would keep it alive
 
     def run(*inputs: Any) -> tuple[Any, ...]:
         grads, parts, numbers = inputs[:n], inputs[n:end], inputs[end:]

@@ -15,19 +15,19 @@ from fnddp.transforms.memory import widened
 
 
 class SyncStats(TypedDict):
-    """The result of `DistributedDataParallel.sync_stats` and `Handle.sync_stats`; None where something is not known.
+    """The result of `DistributedDataParallel.sync_stats` and `Handle.sync_stats`. Unknown values are None.
 
     Attributes:
-        steps: Steps that have succeeded so far.
-        failed_steps: Steps so far that failed on all ranks.
-        wire_bytes: Bytes that this rank passed to the collectives of its plan in the last step, without the weight
-            of 8 bytes and the vote of a byte for each leaf.
-        link_bytes: Bytes that it sent over its link for these collectives, in rings.
+        steps: Number of steps that have succeeded so far.
+        failed_steps: Number of steps that have failed on all ranks so far.
+        wire_bytes: Bytes that this rank passed to the plan's collectives in the last step. The 8 bytes of a weight and
+            the vote (a byte for each leaf) are not included.
+        link_bytes: Bytes that this rank sent over its link for these collectives, in rings.
         collectives: Number of these collectives.
         encode_seconds: Time of computation before the last collective of the step was issued.
         decode_seconds: Time of computation after that.
-        exposed_seconds: Time of waiting for collectives with nothing else to do.
-        residual_norm: Norm of what `error_feedback` keeps on this rank, over all leaves; None without it.
+        exposed_seconds: Time of waiting for collectives without computing.
+        residual_norm: Norm of this rank's residuals in `error_feedback`, over all leaves; None without residuals.
     """
 
     steps: int
@@ -42,7 +42,7 @@ class SyncStats(TypedDict):
 
 
 def stats(engine: Engine) -> SyncStats:
-    """Return the statistics of `engine`. It measures steps from the first call on, which has no times yet."""
+    """Return the statistics of `engine`. The first call starts to measure steps, and returns no times."""
     taken = engine.taken()
     plan, state = engine.plan, engine.state
     residuals = _fields(widened(state), "residual")
@@ -60,7 +60,7 @@ def stats(engine: Engine) -> SyncStats:
 
 
 def _fields(state: State, name: str) -> list[Any]:
-    """Return the fields `name` of the named tuples in `state`."""
+    """Return the values of the field `name` in all named tuples in `state`."""
     if isinstance(state, tuple):
         own = [getattr(state, name)] if name in getattr(state, "_fields", ()) else []
         return own + [found for part in state for found in _fields(part, name)]

@@ -1,4 +1,4 @@
-"""One step of an engine: it takes gradients, runs the plan, and ends alike on all ranks."""
+"""One step of an engine: it takes gradients, runs the plan, and ends with the same outcome on all ranks."""
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +24,7 @@ from fnddp.wire.protocol import CollectiveError
 from fnddp.wire.weights import Weight, require_valid
 
 POLL_SECONDS = 2e-4
-"""Seconds between two checks of open collectives, while gradients arrive that complete no segment."""
+"""Seconds between two checks of open collectives while arriving gradients complete no segment."""
 
 _NOTHING = nullcontext()
 
@@ -32,12 +32,12 @@ T = TypeVar("T")
 
 
 class Synchronized(NamedTuple):
-    """The result of a step: the means by path, and the leaves that arrived on no rank.
+    """The result of a step: the means by path, and the `unused` leaves (no rank had a gradient for them).
 
-    There are no means after a skipped step, nor of leaves for which the pipeline has no update in this step.
+    There are no means after a skipped step, and none for leaves without an update in this step.
 
-    `late` are those of the unused leaves for which something comes nevertheless, on some rank: of earlier steps, out of
-    a residual; or which have sent the mean of an earlier backward again, so that a pipeline with memory has it.
+    `late` are unused leaves that get an update nevertheless, on some rank: from a residual of earlier steps, or because
+    a rank sent the mean of an earlier backward again, so that the pipeline's memory contains it.
     """
 
     mean: Leaves
@@ -45,7 +45,7 @@ class Synchronized(NamedTuple):
     late: frozenset[str] = frozenset()
 
     def has_nothing_for(self, path: str, parameter: Tensor) -> bool:
-        """Return whether no rank has used `parameter`, and nothing comes late for it; not where it is frozen now."""
+        """Return whether no rank used `parameter` and it gets no late update; False if it is frozen now."""
         return path in self.unused and not (path in self.late and parameter.requires_grad)
 
     def of(self, leaves: Iterable[str]) -> dict[str, Tensor | None]:
@@ -54,7 +54,7 @@ class Synchronized(NamedTuple):
 
 
 def require_noticed(notices: Iterable[Callable[[], bool]]) -> None:
-    """Raise a CollectiveError if another rank failed in the last step, on an accelerator: see `Step.notice`."""
+    """Raise a CollectiveError if, on an accelerator, another rank failed in the last step: see `Step.notice`."""
     if any(notice() for notice in notices):
         raise CollectiveError(
             "another rank failed in the step before this one, or all gave the weight 0, and gradients counted as "
@@ -66,37 +66,37 @@ def require_noticed(notices: Iterable[Callable[[], bool]]) -> None:
 class Step:
     """A step, from `Engine.begin` on.
 
-    Segments run strictly in the order of the plan. Execution stops at the first segment whose gradients or
-    collectives are not complete, and continues at the next `advance`. So collectives start in the same order on all
-    ranks, whatever the timing, and nothing blocks inside backward. On an accelerator everything is issued on a side
+    Segments run strictly in the order of the plan. Execution stops at the first segment that needs a gradient or a
+    collective that is not complete, and continues at the next `advance`. So collectives start in the same order on all
+    ranks, independent of timing, and nothing blocks inside backward. On an accelerator everything is issued on a side
     stream, waits are stream waits, and the host does not block.
 
     Args:
         parts: The parts of the pipeline's state.
-        ended: Callback, called with the step after its end.
-        vote: The agreement of ranks; None if it is not known which ranks the pipeline reaches.
+        ended: Callback, called with the step when it ends.
+        vote: The vote of the ranks on the outcome; None if it is not known which ranks the pipeline reaches.
         weight: The weight of this rank's gradients, for `weighted`.
         scale: A factor for gradients.
         learns_order: True to learn the order in which gradients arrive, for later steps.
-        remembered: The parts that stay as they were if something that is not finite arrives on some rank.
+        remembered: Positions of the parts that stay unchanged if NaN or infinity arrives on some rank.
         gives_later: Whether means may contain gradients of earlier steps.
-        agrees: Whether all ranks get the same means, so that none has to ask others what comes late.
+        agrees: Whether all ranks get the same means. If so, each rank knows the late leaves without asking others.
         is_early: See the attribute.
-        notices: Those of earlier steps on an accelerator, of this and other engines: see `notice`.
-        observer: Names the pieces of the step in profiles, and measures them if that is on.
+        notices: The `notice` of earlier steps on an accelerator, of this and other engines.
+        observer: Names the parts of the step in profiles, and measures their times if it is asked to.
 
     Attributes:
         is_open: True until it has ended.
-        is_early: True to issue what is ready; False to issue everything in `agree`.
-        is_done, has_failed: The outcome; both are False after the step was given up, which happens on all ranks.
+        is_early: True to run segments as soon as they are ready; False to run all of them in `agree`.
+        is_done, has_failed: The outcome. Both are False if the step was given up; that happens on all ranks.
         parts: The parts of the next state, once the step is done.
-        arrival: The order in which gradients have arrived on the first rank, if it is learnt.
+        arrival: The order in which gradients arrived on the first rank, if it is learnt.
         broken: The error after which ranks may be desynchronized.
-        substitutes: What is sent in place of zeros for leaves that have not arrived.
-        counts: False if this rank has the weight 0, which not all ranks may have.
-        found_nonfinite: Whether something that arrived on some rank was not finite, if that matters to the pipeline's
-            memory; on an accelerator a scalar there.
-        notice: Returns True if another rank has failed in this step; None if the host waited for that: see `Vote`.
+        substitutes: Tensors to send instead of zeros for leaves that have not arrived.
+        counts: False if this rank has the weight 0. At least one rank must have another weight.
+        found_nonfinite: Whether some rank received NaN or infinity, if the pipeline's memory or a caller needs to know;
+            on an accelerator a scalar tensor there.
+        notice: Returns True if another rank failed in this step; None if the host has waited for the vote: see `Vote`.
     """
 
     def __init__(
@@ -126,15 +126,15 @@ class Step:
         self.arrival: list[str] | None = None
         self._learns_order, self._remembered, self._watches = learns_order, remembered, bool(remembered)
         self._gives_later, self._agrees = gives_later, agrees
-        self._arrived: list[str] = []  # leaves in the order of arrival, if that is to be learnt
+        self._arrived: list[str] = []  # leaves in the order of arrival, if it is to be learnt
         self._zeros = self._unused = frozenset[str]()
         self.substitutes: Leaves = {}
         self._weight, self._scale = weight, scale
         self.counts = weight is None or weight.number > 0
-        if weight is not None and not weight.number:  # of no samples: their mean may be NaN
+        if weight is not None and not weight.number:  # a rank without samples: its mean may be NaN
             self._scale = 0.0
         self._start()
-        # Where pieces are measured, copies count as the computation of their segment.
+        # If times are measured, copies count as computation of their segment.
         self._copies_at_once = self._scale == 1 and self._observer is None
         self.is_early = is_early
 
@@ -144,8 +144,8 @@ class Step:
             self._observer.begins()
         self._buffers, self._values, self._slots = program.begin(self.parts, self._weight)
         self._pending: list[tuple[int, Tensor]] = []  # gradients from `put`, for `_ingest`
-        self._to_copy: list[tuple[Tensor, Tensor]] = []  # those that are only copied, for `_run`, with their places
-        self._streams: set[Stream] = set()  # where those were computed
+        self._to_copy: list[tuple[Tensor, Tensor]] = []  # places and gradients that are only copied, for `_run`
+        self._streams: set[Stream] = set()  # on which gradients were computed
         self._remaining = program.needed.copy()
         self._gave_nonfinite: Tensor | bool = False
         self._put = bytearray(len(program.inputs))  # by position: 1 for leaves that have arrived
@@ -167,7 +167,7 @@ class Step:
 
     @property
     def is_polled(self) -> bool:
-        """True if it may continue when a collective is complete, without another gradient: see `poll`."""
+        """True if the step may continue as soon as a collective is complete, without a new gradient: see `poll`."""
         return self._program.is_polled
 
     # Gradients
@@ -175,13 +175,13 @@ class Step:
     def put(self, position: int, grad: Tensor, *, keep: bool = False, at_once: bool = True) -> bool:
         """Add the gradient of the leaf at `position`. The step may write over it, unless `keep` is True.
 
-        On the CPU a small one that is only copied is copied now, while it is in the cache, unless gradients are scaled
-        or enabled, or the step is measured; with `at_once` False with others, by one call.
+        A small CPU gradient that only needs a copy is copied now, while it is in the cache, unless gradients are scaled
+        or enabled, or the step is measured. If `at_once` is False, it is copied later, together with others.
 
         If its shape, dtype or device is not the leaf's, `advance` or `agree` raises a ValueError.
 
         Returns:
-            True if it is time for `advance`: a segment has all that it needs, or collectives may be complete.
+            True if the caller should call `advance`: a segment has its gradients, or collectives may be complete.
 
         Raises:
             ValueError: The gradient has arrived already.
@@ -196,7 +196,7 @@ class Step:
             and grad.shape == slot.shape
             and grad.dtype == program.dtypes[position]
             and grad.is_cpu
-            and not grad.is_neg()  # which a copy to float16 loses (torch 2.11 to 2.14)
+            and not grad.is_neg()  # a copy to float16 loses the sign (torch 2.11 to 2.14)
             and not is_grad_enabled()
         ):
             if at_once:
@@ -221,7 +221,7 @@ class Step:
         """Call `put` for the gradient of the leaf at `path`, and `advance` if it is time.
 
         Raises:
-            ValueError: There is no such leaf, its gradient has arrived already or is not like the leaf.
+            ValueError: The leaf does not exist, its gradient has arrived already, or it does not match the leaf.
         """
         if self.put(self._position_of(path, grad), grad, keep=keep):
             self.advance()
@@ -233,7 +233,7 @@ class Step:
         self.advance()
 
     def put_all(self, positions: Iterable[int], grads: Iterable[Tensor]) -> None:
-        """Call `put` for several gradients, which are copied together, and `advance` once."""
+        """Call `put` for several gradients, copy them together, and call `advance` once."""
         for position, grad in zip(positions, grads, strict=True):
             self.put(position, grad, at_once=False)
         self.advance()
@@ -248,13 +248,13 @@ class Step:
         return position
 
     def advance(self, *, block: bool = False) -> None:
-        """Run segments that are ready; with `block`, wait for collectives, and stop only at a missing gradient."""
+        """Run segments that are ready. With `block`, wait for collectives, and stop only at a missing gradient."""
         if self.is_open and self.is_early:
             self._go_on(block)
 
     def _go_on(self, block: bool) -> None:
         segments = self._program.segments
-        # Without autocast, which would compute factors in half precision where backward runs within it.
+        # Backward may run within autocast, and that would compute factors in half precision.
         with torch.no_grad(), without_autocast(), self._on_side_stream():
             self._ingest()
             while self._next < len(segments) and self._is_ready(segments[self._next].segment, block):
@@ -262,23 +262,23 @@ class Step:
                 self._next += 1
 
     def poll(self) -> None:
-        """Call `advance` if some time has passed and a collective is complete for which a segment waits."""
+        """Call `advance` if `POLL_SECONDS` have passed and a collective that a segment waits for is complete."""
         if self.is_open and self._is_due():
             self.advance()
 
     # The end
 
     def agree(self) -> frozenset[str]:
-        """Issue all collectives, agree with the other ranks, and wait. Leaves that have not arrived count as zeros.
+        """Issue all collectives, vote on the outcome, and wait. Leaves that have not arrived count as zeros.
 
         Returns:
-            The leaves that have arrived on no rank; empty if ranks do not vote.
+            The leaves for which no rank had a gradient; empty if ranks do not vote.
 
         Raises:
             StepFailedError: Another rank has failed in this step.
-            ValueError: This rank has no valid weight, which `weighted` needs; on all ranks: all weights are 0.
-            CollectiveError: A collective failed, or on an accelerator a rank in this or the last step. Ranks may be
-                desynchronized.
+            ValueError: The pipeline is `weighted`, and this rank has no valid weight; on all ranks: all weights are 0.
+            CollectiveError: A collective failed; or, on an accelerator, a rank failed in this or the last step. Ranks
+                may be desynchronized.
         """
         require_noticed(self.notices)
         if self._weight is not None:
@@ -290,9 +290,9 @@ class Step:
         return frozenset()  # not known without a vote: the zeros of this rank count as gradients
 
     def commit(self) -> Synchronized:
-        """Compute and return the means, after `agree`. Only this writes over gradients and the state.
+        """Compute and return the means, after `agree`. No other method writes over gradients and the state.
 
-        The means may share memory with buffers of the plan, which are not written again while a caller holds them.
+        The means may share memory with buffers of the plan. A buffer is not reused while a caller holds such a mean.
         """
         program, stream = self._program, self._program.stream
         with torch.no_grad(), without_autocast(), self._on_side_stream():
@@ -303,7 +303,7 @@ class Step:
                 self._run(bound)
             means, parts = program.end(self._values)
             self._restore(memory, parts, means)
-            if self.found_nonfinite is not False:  # what memory has kept must not be applied by any optimizer
+            if self.found_nonfinite is not False:  # memory kept its gradients, so no optimizer may apply the means
                 means |= {path: means[path].clone() for path in program.passed_on & means.keys()}
                 spoil(means.values(), self.found_nonfinite)
         if stream is not None:
@@ -313,7 +313,7 @@ class Step:
                 if isinstance(each, Tensor):
                     program.device.keep(each, current)
         if self._vote is not None and program.device.is_asynchronous:
-            with self._on_side_stream():  # behind everything that other ranks wait for
+            with self._on_side_stream():  # after everything that other ranks wait for
                 self.notice = self._vote.notice()
         if self._observer is not None and program.plan is not None:
             self._observer.ends(program.plan)
@@ -327,9 +327,9 @@ class Step:
         return Synchronized(means, self._unused, late)
 
     def _late(self, means: Leaves) -> frozenset[str]:
-        """Return the unused leaves for which something comes, the same on all ranks: some rank's mean is not zero.
+        """Return the unused leaves that get an update, the same on all ranks: some rank's mean is not zero.
 
-        Or its substitute is not: memory has it now, and a way in that left it in `.grad` would count it twice.
+        Or its substitute is not zero: memory contains it now, so if it stayed in `.grad`, it would count twice.
         """
         if not self._gives_later or not self._unused:
             return frozenset()
@@ -338,7 +338,7 @@ class Step:
         return late if self._agrees or self._vote is None else self._vote.of_any_rank(late)
 
     def watch(self, is_nonfinite: Tensor | bool) -> None:
-        """Note whether something was not finite on this rank, for `found_nonfinite`."""
+        """Add `is_nonfinite` to this rank's vote on NaN or infinity, and let ranks agree on `found_nonfinite`."""
         self._watches, program = True, self._program
         if program.stream is not None and isinstance(is_nonfinite, Tensor):
             program.device.wait(program.stream, program.device.current())
@@ -347,14 +347,14 @@ class Step:
             self._gave_nonfinite = self._gave_nonfinite | is_nonfinite
 
     def _keep_memory(self) -> dict[int, Any]:
-        """Return the parts that may have to stay as they were, by their places, and give segments copies of those."""
+        """Return, by position, the parts that may have to be restored, and let segments work on copies of them."""
         if not self._remembered or (self.found_nonfinite is False and self._program.plan is not None):
             return {}
         self._program.keep_parts(self._values, self.parts)
         return {i: self.parts[i] for i in self._remembered}
 
     def _restore(self, memory: dict[int, Any], parts: list[Any], means: Leaves) -> None:
-        if memory and self._program.plan is None:  # nothing is known of what has arrived, and means are equal on ranks
+        if memory and self._program.plan is None:  # received values are unknown, and means are equal on ranks
             self.found_nonfinite = self.found_nonfinite | has_nonfinite(means.values(), self._program.device)
         if isinstance(self.found_nonfinite, Tensor):
             kept = unless(self.found_nonfinite, list(memory.values()), [parts[i] for i in memory])
@@ -369,21 +369,21 @@ class Step:
             return self.commit()
 
     def give_up(self, *, failed: bool = False) -> None:
-        """End the step without notifying other ranks, each of which ends it by itself; nothing was written over.
+        """End the step without notifying other ranks, because each ends it by itself. Nothing was written over.
 
         Args:
-            failed: Count it as failed.
+            failed: True to count the step as failed.
         """
         self.has_failed = failed
         self._wait_for_side_stream()
         self._close()
 
     def fail(self, error: BaseException) -> None:
-        """End the step on this rank because of `error`, and notify the others, which raise `StepFailedError`.
+        """End the step on this rank because of `error`, and make the others raise `StepFailedError`.
 
-        This engine then refuses further steps if the others are not notified within this step: a collective failed,
-        this rank has already voted for success, the pipeline does not know which ranks it reaches, or the device is an
-        accelerator, where ranks are notified one step later. Does nothing after the step has ended.
+        This engine then refuses further steps if the others cannot be notified within this step: a collective failed,
+        this rank has already voted for success, it is unknown which ranks the pipeline reaches, or the device is an
+        accelerator, where ranks learn of failures one step later. Does nothing if the step has ended.
         """
         if not self.is_open:
             return
@@ -395,13 +395,13 @@ class Step:
 
     def _notify(self, error: BaseException) -> None:
         if self._has_voted and self._program.plan is None and isinstance(error, FloatingPointError):
-            return  # of fp16(..., check=True), which raises on all ranks
-        self.broken = error  # until the others know
+            return  # fp16(..., check=True) raises on all ranks
+        self.broken = error  # until the others are notified
         if self._vote is None or isinstance(error, CollectiveError) or (self._has_voted and self._vote.is_cast):
             return
         is_known = isinstance(error, Exception) or isinstance(self._program.wire, C10d)
         if not is_known and ([] in self._works.values() or self._vote.is_starting):
-            return  # an interrupt came while a message was started, which other ranks may have or not
+            return  # an interrupt came while a message was started; others may or may not receive it
         try:
             self.send_zeros()
             with self._on_side_stream():
@@ -413,7 +413,7 @@ class Step:
             error.add_note(f"the other ranks could not be notified: {problem}")
 
     def _voted(self, vote: Vote, absent: frozenset[str]) -> frozenset[str]:
-        """Vote and wait. Return the leaves that have arrived on no rank."""
+        """Vote and wait. Return the leaves for which no rank had a gradient."""
         nonfinite: Tensor | bool = False
         if self._watches:
             self._wait_all()
@@ -427,7 +427,7 @@ class Step:
         try:
             with self._on_side_stream():
                 self._unused = vote.outcome()
-        except (StepFailedError, ValueError):  # on all ranks; after any other, they may be apart
+        except (StepFailedError, ValueError):  # raised on all ranks; others may leave ranks desynchronized
             self.give_up(failed=True)
             raise
         return self._unused
@@ -450,7 +450,7 @@ class Step:
         with torch.no_grad(), self._on_side_stream():
             for bound in self._program.segments[self._next :]:
                 launches = bound.segment.launches
-                if launches is not None and self._works.get(launches.index):  # an interrupt came behind it
+                if launches is not None and self._works.get(launches.index):  # an interrupt came after it
                     self._wait(launches.index)
                 elif launches is not None:
                     self._buffers[launches.index].send.zero_()
@@ -458,7 +458,7 @@ class Step:
                 self._next += 1
 
     def _close(self) -> None:
-        self._ended(self)  # while it is open: an interrupt before its end fails it
+        self._ended(self)  # while the step is open, so that an interrupt in here fails it
         self.is_open = self._copies_at_once = False
         self._values, self._slots, self._buffers, self._pending, self._to_copy = [], [], [], [], []
         self._works, self.parts = {}, []
@@ -466,7 +466,7 @@ class Step:
     # Running
 
     def _ingest(self) -> None:
-        """Check and scale the gradients that have been put since the last call, and assign them to registers."""
+        """Check and scale the gradients from `put` since the last call, and assign them to registers."""
         if not self._pending:
             return
         pending, self._pending = self._pending, []
@@ -478,7 +478,7 @@ class Step:
             for _, grad in pending:
                 program.device.keep(grad, program.stream)
         if self._scale != 1:
-            scaled = partial(torch.mul, other=self._scale) if self._scale else torch.zeros_like  # of NaN, too
+            scaled = partial(torch.mul, other=self._scale) if self._scale else torch.zeros_like  # zeros also for NaN
             pending = [(i, grad if inputs[i].is_own else scaled(grad)) for i, grad in pending]
         if self._watches and program.hides_nonfinite:
             self._gave_nonfinite |= has_nonfinite([grad for _, grad in pending if is_inexact(grad)], program.device)
@@ -495,7 +495,7 @@ class Step:
         each = self._program.inputs[position]
         if not each.leaf.is_like(grad):
             raise UnexpectedGradient(each.path, grad, leaf=each.leaf)
-        grad = grad.resolve_conj().resolve_neg()  # plans were traced without these bits
+        grad = grad.resolve_conj().resolve_neg()  # plans are traced without these flags
         if (slot := self._slots[position]) is not None:
             self._to_copy.append((slot, grad))
         if each.register is None:
@@ -565,10 +565,10 @@ class Step:
         collective, observer = self._program.collectives[index], self._observer
         with _NOTHING if observer is None else observer.waits(collective, self._program.device, self._program.stream):
             _named(collective, partial(waited, self._works[index][0]))
-        del self._works[index]  # not before: an interrupt may come, and memory must not be used again until it is over
+        del self._works[index]  # only now: after an interrupt above, memory must not be reused until it is over
 
     def _wait_for_side_stream(self) -> None:
-        """Wait on the current stream, before memory is freed that the side stream still writes to."""
+        """Make the current stream wait for the side stream, before memory that it may still write to is freed."""
         device, stream = self._program.device, self._program.stream
         if stream is not None:
             device.wait(device.current(), stream)
@@ -593,9 +593,9 @@ def _named(collective: Collective, run: Callable[[], T]) -> T:
 
 @contextmanager
 def applying(engine: Any) -> Generator[None]:
-    """Let `engine` refuse further steps if an interrupt comes in the block, and a step of it has succeeded there.
+    """Make `engine` refuse further steps if an interrupt leaves the block after a step has succeeded in it.
 
-    The other ranks apply the result of that step, and this one has lost it.
+    The other ranks apply the result of that step, but this rank has lost it.
     """
     steps = engine.steps
     try:
@@ -607,5 +607,5 @@ def applying(engine: Any) -> Generator[None]:
 
 
 def in_profile(name: str) -> AbstractContextManager[object]:
-    """Enclose a range of torch's profiler, `fnddp NAME`, if one is active."""
+    """Mark the block as the range `fnddp NAME` in torch's profiler, if it is active."""
     return profiled(name) if is_profiling() else _NOTHING

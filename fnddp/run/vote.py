@@ -1,4 +1,4 @@
-"""The vote by which a step has the same outcome on all ranks: each rank sends `Flags`, after the last collective."""
+"""The vote that gives a step the same outcome on all ranks: each rank sends `Flags` after the last collective."""
 
 import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -21,24 +21,23 @@ from fnddp.wire.weights import no_mean
 
 
 class StepFailedError(RuntimeError):
-    """Another rank failed in this step. State and parameters are what they were before it, on all ranks.
+    """Another rank failed in this step. On all ranks the state and the parameters are as before the step.
 
-    Gradients are not synchronized: clear them, for example with `optimizer.zero_grad()`, and continue. Until then
-    `.grad` holds, with `register`, this rank's own gradient added to any earlier one. `DistributedDataParallel` does
-    the same where there was an earlier gradient, and sets None elsewhere. `value_and_grad` and `jit` do not write to
-    `.grad`.
+    Gradients are not synchronized: clear them, for example with `optimizer.zero_grad()`, and continue. Until then, with
+    `register`, `.grad` holds this rank's own gradient added to any earlier one. With `DistributedDataParallel` it does
+    so if there was an earlier gradient, and is None otherwise. `value_and_grad` and `jit` do not write to `.grad`.
     """
 
 
 class Flags(NamedTuple):
-    """What a rank says at the end of a step, or the highest of all ranks; followed by a flag for each leaf it has used.
+    """The vote of one rank, or the maximum over ranks. In the message a flag for each leaf follows: 1 if it was used.
 
     Attributes:
-        failed: It has failed.
-        nonfinite: It has received something that is not finite.
-        counts: Its weight is above 0, or the pipeline takes none.
-        place, other: The place of its engine, and 255 less it: functions share messages, which may have one size, and
-            a rank that calls them in another order would take one's for the other's.
+        failed: The rank has failed.
+        nonfinite: The rank has received NaN or infinity.
+        counts: Its weight is above 0, or the pipeline takes no weight.
+        place, other: The number of its engine, and 255 minus that. Functions share a communicator, and their messages
+            may have the same size. Ranks that call them in different orders would mix them up; this detects it.
     """
 
     failed: Any
@@ -49,7 +48,7 @@ class Flags(NamedTuple):
 
     @property
     def is_mixed(self) -> bool:
-        """True of the highest if ranks have ended steps of different engines."""
+        """True, for the maximum over ranks, if ranks ended steps of different engines."""
         return self.place + self.other != 255
 
 
@@ -57,10 +56,10 @@ _NONFINITE = Flags._fields.index("nonfinite")
 
 
 class Vote:
-    """The agreement of ranks on a step: whether a rank has failed, and which leaves have arrived on some rank.
+    """The vote of all ranks on a step: whether a rank has failed, and for which leaves some rank had a gradient.
 
-    Call `cast` after the last collective, and then `outcome`, or `explain` on a rank that reported a failure. Groups
-    that have other ranks, `groups`, vote one after the other.
+    Call `cast` after the last collective, and then `outcome`, or `explain` on a rank that reported a failure. If there
+    are several `groups`, they vote one after the other. Groups of one rank are left out.
     """
 
     def __init__(
@@ -75,16 +74,16 @@ class Vote:
         self.groups = [group for group in groups if wire.size(group) > 1]
         self._absent: frozenset[str] = frozenset()
         self._flags: Tensor | None = None  # flags of all ranks, [ranks, flags]
-        self._is_over = False  # the host has waited for them
+        self._is_over = False  # True once the host has waited for the flags
         self._is_nonfinite: Tensor | bool = False  # on any rank, once that is known
         self._counts = True
         self._work: Work | None = None
-        self._cast: list[Any] = []  # what the wire has returned for the vote: empty before it
-        self._last: list[Any] | None = None  # for what was started last
+        self._cast: list[Any] = []  # the wire's result for this vote; empty before it
+        self._last: list[Any] | None = None  # the list for the message that was started last
 
     @property
     def is_cast(self) -> bool:
-        """True if this rank has voted, also where an interrupt came just then."""
+        """True if this rank has voted, even if an interrupt came just then."""
         return bool(self._cast)
 
     @property
@@ -99,13 +98,13 @@ class Vote:
         nonfinite: Tensor | bool = False,
         counts: bool = True,
     ) -> None:
-        """Start the vote, without waiting for it.
+        """Start the vote without waiting for it.
 
         Args:
-            absent: The leaves that this rank has no gradient of.
-            failed: It has failed.
-            nonfinite: It has received something that is not finite; on an accelerator a scalar there.
-            counts: Its weight is above 0, or the pipeline takes none.
+            absent: The leaves for which this rank has no gradient.
+            failed: True if this rank has failed.
+            nonfinite: True if this rank has received NaN or infinity; on an accelerator a scalar tensor there.
+            counts: True if its weight is above 0, or the pipeline takes no weight.
         """
         self._absent, self._work, self._is_over = absent, None, False
         self._is_nonfinite, self._counts, self._cast = nonfinite, counts, []
@@ -122,14 +121,14 @@ class Vote:
                         self._pass_on_to(group)
 
     def outcome(self) -> frozenset[str]:
-        """Return the leaves that have arrived on no rank.
+        """Return the leaves for which no rank had a gradient.
 
         On an accelerator the host waits only if this rank misses a leaf. Otherwise the result is empty, and `notice`
         reports a failure later.
 
         Raises:
-            StepFailedError: Another rank has failed, and all ranks raise. Not on an accelerator.
-            CollectiveError: Another rank has died, left or hangs; on an accelerator also: failed.
+            StepFailedError: On all ranks: a rank has failed. Not on an accelerator.
+            CollectiveError: Another rank has died, left or hangs; on an accelerator, also if it has failed.
             RankMismatchError: On all ranks: they end steps of different functions. Not on an accelerator.
             ValueError: On all ranks: all weights are 0. Not on an accelerator.
         """
@@ -158,18 +157,18 @@ class Vote:
         return frozenset(path for path, is_used in zip(self._leaves, used, strict=True) if not is_used)
 
     def found_nonfinite(self) -> Tensor | bool:
-        """Return, after `outcome`, whether a rank has received something that is not finite.
+        """Return, after `outcome`, whether some rank has received NaN or infinity.
 
-        On an accelerator a scalar there, for which the current stream waits, and not the host.
+        On an accelerator the result is a scalar tensor there: the current stream waits for it, but the host does not.
         """
         if isinstance(self._is_nonfinite, Tensor) and self.groups and not self._is_over:
             return self._gathered()[:, _NONFINITE].amax() > 0
         return self._is_nonfinite
 
     def notice(self) -> Callable[[], bool] | None:
-        """Return a function that waits, on the host, for the vote, and returns True if the step has failed.
+        """Return a function that makes the host wait for the vote and returns True if the step has failed.
 
-        None if the host has waited for the outcome, or there are no other ranks.
+        Return None if the host has waited for the outcome, or there are no other ranks.
         """
         if not self.groups or self._is_over:
             return None
@@ -185,7 +184,7 @@ class Vote:
         """Complete the vote of a step that this rank has reported as failed, and send the reason to the other ranks.
 
         Returns:
-            True if the other ranks wait for this vote before they end the step. On an accelerator they do not.
+            True if the other ranks wait for this vote before they end the step; False on an accelerator.
         """
         if self._work is not None and not self._device.is_asynchronous:
             self._complete()
@@ -224,11 +223,11 @@ class Vote:
         return self._gathered().amax(0)
 
     def _pass_on_to(self, group: str | None) -> None:
-        """Vote in the next group, for all ranks that have voted."""
+        """Vote in the next group on behalf of all ranks that have voted so far."""
         self._start([], self._highest(), group)
 
     def _complete(self) -> tuple[Flags, list[int]]:
-        """Return the maximum of each flag over all ranks, and which leaves some rank has used."""
+        """Return the maximum of each flag over all ranks, and for each leaf whether some rank used it."""
         with _named_failures():
             for group in () if self._device.is_asynchronous else self.groups[1:]:
                 self._pass_on_to(group)
@@ -238,7 +237,7 @@ class Vote:
         return Flags(*numbers[:n]), numbers[n:]
 
     def _explanation(self, error: BaseException | None) -> str:
-        """Return why ranks have failed; `error` is that of this rank."""
+        """Return a text of the ranks that failed and their errors; `error` is this rank's own."""
         reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
         reasons = [(rank(None) if dist.is_initialized() else None, reason)]
         with _named_failures(), self._device.selected():

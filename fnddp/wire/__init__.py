@@ -1,1 +1,1 @@
-"""Wires, which move bytes between ranks; process groups, and kinds of collectives."""
+"""Wires (they move bytes between ranks), process groups, and kinds of collectives."""

@@ -1,4 +1,4 @@
-"""torch.distributed as a wire, with messages between two ranks where collectives of gloo are slow."""
+"""torch.distributed as a wire, with point-to-point messages where gloo's collectives are slow."""
 
 import atexit
 import threading
@@ -24,26 +24,24 @@ from fnddp.wire.protocol import CollectiveError, Wire, reporting
 
 _TAGS = 0x666E0000  # away from the tags of a user's own messages
 _MOST = 2**16  # tags in use
-LARGE = 2**18  # bytes of a result on the CPU; below, messages cost more than they save
+LARGE = 2**18  # bytes of a result on the CPU; for less, messages cost more than they save
 
 _CPU = torch.device("cpu")
 
-_lock = threading.Lock()  # guards the dicts below, whose keys are groups
+_lock = threading.Lock()  # guards the dicts below; their keys are groups
 
-# Tags of each group's collectives, counted up: a ring posts messages late, while other collectives run.
+# Tags of each group's collectives, counted up, because a ring still posts messages while later collectives run.
 _tags: "weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
 
 Steps: TypeAlias = Iterator[list[dist.Work]]
-"""Posts messages, yields them, and goes on once they are over."""
+"""An iterator that posts messages, yields them, and continues once they are complete."""
 
 
 class Messages:
-    """A collective of messages, as a `Work`, which `begin` starts.
+    """A collective made of messages, as a `Work`. `begin` starts it.
 
-    gloo reports that a message is over only to a thread that waits for it. So a thread waits, and posts the following
-    messages: the collective continues while the host computes.
-
-    No interrupt comes in that thread, which takes the tag of the messages, too.
+    gloo reports that a message is complete only to a thread that waits for it. So a separate thread waits, and posts
+    the next messages, while the host computes. That thread also takes the tag, because no interrupt can come there.
     """
 
     def __init__(self, steps: Callable[[int], Steps], group: dist.ProcessGroup) -> None:
@@ -52,9 +50,9 @@ class Messages:
         self._steps, self._group, self._threads = steps, group, count()
 
     def begin(self) -> None:
-        """Let a thread post the messages. A second call does nothing, unless an interrupt has broken off the first."""
+        """Post the messages in a thread. A second call does nothing, unless an interrupt broke off the first one."""
         threading.Thread(target=self._carry_on, daemon=True).start()
-        self._has_tag.wait()  # before the next collective takes one
+        self._has_tag.wait()  # wait, so that the next collective takes the next tag
 
     def is_completed(self) -> bool:
         return self._over.is_set()
@@ -67,12 +65,12 @@ class Messages:
             raise self._error
 
     def _carry_on(self) -> None:
-        if next(self._threads):  # another one does
+        if next(self._threads):  # another thread does it
             return
         tag = _next_tag(self._group)
         self._has_tag.set()
         try:
-            with torch.inference_mode():  # because the buffers may be inference tensors
+            with torch.inference_mode():  # the buffers may be inference tensors
                 for work in chain.from_iterable(self._steps(tag)):
                     waited(work)
         except BaseException as error:
@@ -82,7 +80,7 @@ class Messages:
 
 
 class _Over:
-    """A collective that is over, as a `Work`."""
+    """A complete collective, as a `Work`."""
 
     def is_completed(self) -> bool:
         return True
@@ -92,7 +90,7 @@ class _Over:
 
 
 class _Started(threading.local):
-    """The list to which the next collective of this thread is added, by the same operation that starts it."""
+    """The list that receives the next collective of this thread, in the same operation that starts it."""
 
     def __init__(self) -> None:
         self.works: list[Any] = []
@@ -102,25 +100,25 @@ _started = _Started()
 
 
 def start_into(works: list[Any], start: Callable[[], Any]) -> None:
-    """Call `start`, which is `start` or `vote` of a wire, and have its result in `works`, which is empty before.
+    """Call `start` (the `start` or `vote` of a wire) and put its result into `works`, an empty list.
 
-    If an interrupt breaks it off, `works` is empty unless the collective has been started, on the wire of
-    torch.distributed. On another wire that is not known then.
+    If an interrupt breaks it off, `works` is empty only if the collective was not started. This holds for the wire of
+    torch.distributed only: on other wires an empty list tells nothing.
     """
     _started.works = works
     works[:] = [start()]
-    _started.works = []  # another wire has left it there
+    _started.works = []  # another wire has not removed it
 
 
 def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
-    """Return whether `group` has several ranks, and uses torch's gloo for tensors on the CPU, not torchcomms's."""
+    """Return whether `group` has several ranks and uses torch's gloo (not torchcomms's) for tensors on the CPU."""
     return group.size() > 1 and "cpu:gloo" in dist.get_backend_config(group) and not is_torchcomms(group)
 
 
 def faster(
     kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: dist.ProcessGroup
 ) -> Callable[[int], Steps] | None:
-    """Return messages by their tag, on all ranks, where they are faster than a `LARGE` collective; None elsewhere."""
+    """Return a function from a tag to messages, if these are faster than this collective on all ranks; else None."""
     if not is_gloo_on_cpu(group):
         return None
     if kind is ALL_REDUCE and send.dtype == torch.float16 and op == "sum":
@@ -131,11 +129,11 @@ def faster(
 
 
 def issue(kind: Kind, payloads: Sequence[Tensor], op: str | None, n: int, group: str) -> list[Tensor]:
-    """Start a functional collective of each payload, in order; all results must be waited for.
+    """Start a functional collective of each payload, in order. The caller must wait for all results.
 
-    In a graph, each payload depends on the collective before it. Each rank compiles its own graph, which differs with
-    the sizes of its data and with the leaves that it uses: a compiler could otherwise order collectives in another way
-    than on other ranks, or merge two whose payloads are the same zeros.
+    In a graph, each payload depends on the previous collective. Each rank compiles its own graph, and graphs differ by
+    data sizes and used leaves. Without the dependency a compiler could order collectives differently on each rank, or
+    merge two collectives with equal payloads of zeros.
     """
     if not torch.compiler.is_compiling():
         return [_eager(kind, payload, op, n, group) for payload in payloads]
@@ -148,10 +146,10 @@ def issue(kind: Kind, payloads: Sequence[Tensor], op: str | None, n: int, group:
     return started
 
 
-# A group's gloo threads write the name of their last work to one string, without a lock (ProcessGroupGloo::runLoop,
-# torch 2.11 to 2.14). Two of them free the memory of a name of more than 15 characters, such as ALLGATHER_COALESCED,
-# which is torch's functional all_gather. _ALLGATHER_BASE, which is its `_out`, has none, but writes to an argument,
-# which no graph may; ALLTOALL_BASE, whose n payloads are copies here, sends the same bytes.
+# A group's gloo threads write the name of their last work to one string without a lock (ProcessGroupGloo::runLoop,
+# torch 2.11 to 2.14). Two threads may both free the memory of a name of more than 15 characters, and torch's functional
+# all_gather has such a name, ALLGATHER_COALESCED. Its `_out` form, _ALLGATHER_BASE, writes to an argument, and a graph
+# must not do that. So ALLTOALL_BASE sends n copies of the payload: the same bytes.
 def _eager(kind: Kind, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
     is_gloo = payload.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(live_group(group))
     if kind is not ALL_GATHER or not is_gloo:
@@ -170,7 +168,7 @@ def _true(after: Tensor) -> Tensor:
     return after.new_ones((), dtype=torch.bool)
 
 
-# Compilers keep the order of its calls, and do not know that it is true.
+# Compilers keep the order of its calls, and do not know that its result is always true.
 torch.library.define("fnddp::turn", "(Tensor after) -> Tensor", tags=())
 torch.library.impl("fnddp::turn", "CompositeExplicitAutograd", _true)
 torch.library.register_fake("fnddp::turn", _true)
@@ -179,20 +177,20 @@ _TURN: Any = torch.ops.fnddp.turn.default
 
 
 def _next_tag(group: dist.ProcessGroup) -> int:
-    """Return a tag for the next collective of `group`, the same on all ranks, since they start these in one order."""
+    """Return a tag for the next collective of `group`. It is the same on all ranks if their order of calls is."""
     with _lock:
         return _TAGS + next(_tags.setdefault(group, count())) % _MOST
 
 
 def ring(buffer: Tensor, group: dist.ProcessGroup, tag: int) -> Steps:
-    """Run gloo's ring with torch's sum: gloo adds float16 one number at a time, in three times the time.
+    """Run gloo's ring with torch's sum, because gloo adds float16 numbers one by one and takes three times as long.
 
-    A reduce-scatter and an all-gather of one chunk for each rank, in n - 1 messages each. Every element is added up on
-    one rank, in the order of the ring, so all ranks get the same bits.
+    It is a reduce-scatter and an all-gather of one chunk for each rank, in n - 1 messages each. Each element is summed
+    on one rank, in the order of the ring, so all ranks get the same bits.
     """
     rank, n = group.rank(), group.size()
     chunks = list(buffer.tensor_split(n))
-    received = torch.empty_like(chunks[0])  # the largest
+    received = torch.empty_like(chunks[0])  # the first chunk is the largest
     for step in range(2 * (n - 1)):
         # In step s of the first half, rank r sends chunk r - s and adds chunk r - s - 1; the second half is one ahead.
         outgoing, target = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
@@ -205,10 +203,10 @@ def ring(buffer: Tensor, group: dist.ProcessGroup, tag: int) -> Steps:
 
 
 def direct(send: Tensor, receive: Tensor, group: dist.ProcessGroup, tag: int) -> Steps:
-    """Send row r of `send` to each rank r, and receive theirs in row r of `receive`, both ways at the same time.
+    """Send row r of `send` to each rank r, and receive from rank r into row r of `receive`, at the same time.
 
-    gloo sends before it requests what it receives. On a rank that starts later than another, the request then waits
-    behind its own payload, so that the two transfers are sequential: twice the time on two ranks.
+    gloo's own collective sends before it requests the data to receive. On a rank that starts late the request then
+    waits for the rank's own payload, so the two transfers are sequential: twice the time on two ranks.
     """
     rank, n = group.rank(), group.size()
     others = [(rank + i) % n for i in range(1, n)]
@@ -219,12 +217,12 @@ def direct(send: Tensor, receive: Tensor, group: dist.ProcessGroup, tag: int) ->
 
 
 class C10d:
-    """The wire of torch.distributed: collectives in place, on memory of the caller.
+    """The wire of torch.distributed: collectives in place, on the caller's memory.
 
-    On a large payload the functional collectives spend more time in their copy than in the sum.
+    For a large payload, functional collectives spend more time on their copy than on the sum.
 
     Args:
-        own: Names of dedicated groups, used instead of the groups that are the keys.
+        own: Names of dedicated groups, each used instead of the group that is its key.
     """
 
     def __init__(self, own: Mapping[str | None, str] = MappingProxyType({})) -> None:
@@ -252,12 +250,12 @@ class C10d:
         return works[-1]
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
-        """See `Wire.vote`. (A gather takes gloo half as many messages as a reduction.)"""
+        """See `Wire.vote`. It gathers, because gloo needs half as many messages for that as for a reduction."""
         live = self._live(group)
         gathered = flags.new_empty((live.size(), *flags.shape))
         start, arguments = gather_call(gathered, flags, live)
         votes, _started.works = _started.works, []
-        with without_modes():  # WireCounter's
+        with without_modes():  # a WireCounter must not count votes
             votes.extend(zip([gathered], starmap(start, [arguments]), strict=True))
         return votes[-1]
 
@@ -280,7 +278,7 @@ C10D = C10d()
 
 
 def over(wire: Wire, sync: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `sync` with collectives over `wire`; itself over torch.distributed, which torch.compile traces."""
+    """Return `sync` with collectives over `wire`; for torch.distributed `sync` itself, for torch.compile to trace."""
     if wire is C10D:
         return sync
 
@@ -291,7 +289,7 @@ def over(wire: Wire, sync: Callable[..., Any]) -> Callable[..., Any]:
     return reporting(wire, run)
 
 
-# Names of dedicated groups, by the group of the same ranks and by use; or the reason why there is none.
+# Names of dedicated groups, by the group of the same ranks and by use; or the error that prevented it.
 _dedicated: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Future[str]]]" = weakref.WeakKeyDictionary()
 
 
@@ -311,30 +309,30 @@ def not_connected(group: dist.ProcessGroup, use: str, error: BaseException) -> C
 def dedicated_to(
     group: dist.ProcessGroup, use: str, timeout: timedelta | None = None, device: torch.device = _CPU
 ) -> str:
-    """Return the name of a group over the ranks of `group` for one use, which the first call of each rank makes.
+    """Return the name of a group over the ranks of `group` for one use. The first call on each rank creates it.
 
-    Messages of gloo meet in the order in which they are sent, and the moment at which a plan sends is a matter of
-    timing: only what a program sends in one order may share a group. It takes a few milliseconds, and one more
+    gloo matches messages in the order in which they are sent, and when a plan sends depends on timing. So only messages
+    that all ranks send in the same order may share a group. A new group takes a few milliseconds, and one more
     connection between each two ranks.
 
     Args:
-        timeout: That of the group; None for that of `group`.
-        device: Of the tensors that it moves: by gloo for the CPU.
+        timeout: Timeout of the new group; None for the timeout of `group`.
+        device: Device of the tensors that it moves; on the CPU by gloo.
 
     Raises:
-        CollectiveError: Another rank of the group did not make this call within its timeout, now or before.
+        CollectiveError: Another rank of the group did not make this call within the timeout, now or earlier.
     """
     with _lock:
         uses = _dedicated.setdefault(group, {})
         is_first = use not in uses
         made = uses.setdefault(use, Future())
-    if is_first:  # without the lock: threads may connect several groups, in another order on each rank
+    if is_first:  # without the lock, because ranks may connect several groups in different orders
         try:
             connected = connect_again(group, f"{group.group_name}/{use}", timeout, device)
             made.set_result(GroupName(connected.group_name, connected))
         except BaseException as error:
             made.set_exception(not_connected(group, use, error))
-            if not isinstance(error, RuntimeError):  # such as a KeyboardInterrupt, which is this call's alone
+            if not isinstance(error, RuntimeError):  # a KeyboardInterrupt, for example, concerns this call only
                 raise
     return made.result()
 
@@ -343,11 +341,11 @@ EXIT_SECONDS = 0.05
 
 
 def _let_threads_finish() -> None:
-    """Let gloo's threads have the interpreter's lock before its end begins.
+    """Let gloo's threads take the interpreter's lock (GIL) before the interpreter shuts down.
 
-    They need it to drop tensors of a collective that is over, and abort the process where its end begins while they
-    wait (pytorch/pytorch#190489): a good run would end with SIGABRT. Also where the process group has been destroyed,
-    since models and meshes keep it alive.
+    They need the lock to free tensors of a complete collective. If shutdown begins while they wait for it, they abort
+    the process (pytorch/pytorch#190489), and a successful run ends with SIGABRT. This also happens after the process
+    group is destroyed, because models and meshes keep it alive.
     """
     time.sleep(EXIT_SECONDS)
 

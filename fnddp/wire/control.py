@@ -1,4 +1,4 @@
-"""Messages between ranks other than payloads, for set-up and errors: never counted as traffic."""
+"""Messages between ranks other than payloads, for set-up and errors. They are never counted as traffic."""
 
 import pickle
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from fnddp.wire.kinds import ALL_GATHER, ALL_REDUCE, waited
 from fnddp.wire.protocol import Wire
 
 BROADCAST_BYTES = 250 * 2**20
-"""Size of a message of `broadcast`."""
+"""Maximum size of a message of `broadcast`, in bytes."""
 
 
 def total(value: int, group: str | None) -> int:
@@ -30,24 +30,24 @@ def highest(value: int, group: str | None) -> int:
 
 
 def highest_of(values: Sequence[int], group: str | None) -> list[int]:
-    """Return the largest of each of `values` of the ranks of `group`."""
+    """Return the elementwise maximum of `values` over the ranks of `group`."""
     return _reduced(values, group, "max")
 
 
 def _reduced(values: Sequence[int], group: str | None, op: str) -> list[int]:
-    with without_modes():  # WireCounter's
+    with without_modes():  # a WireCounter must not count it
         flags = torch.tensor(values, device=wire_device(group))
         waited(C10D.start(ALL_REDUCE, flags, flags, op, group))
         return flags.tolist()
 
 
 def wire_device(group: str | None) -> torch.device:
-    """Return the device of payloads of `group`: the current one of the accelerator if its backend moves only those."""
+    """Return the device for payloads of `group`: the accelerator's current one if the backend moves no others."""
     return device_of_backends(dist.get_backend_config(live_group(group)))
 
 
 def broadcast(tensors: list[Tensor], group: str | None, *, source: int = 0, wire: Wire = C10D) -> None:
-    """Make `tensors` equal to those of the group's rank `source`, in place; by torch.distributed in few messages."""
+    """Overwrite `tensors` by those of the group's rank `source`; torch.distributed uses few messages."""
     if wire is not C10D:
         for tensor in tensors:
             _broadcast_over(wire, tensor, group, source)
@@ -64,13 +64,13 @@ def _broadcast_over(wire: Wire, tensor: Tensor, group: str | None, source: int) 
 
 
 def all_gather_object(value: Any, group: str | None, wire: Wire = C10D) -> list[Any]:
-    """Return `value` of every rank, in rank order: for set-up, never inside a step."""
+    """Return the `value` of every rank, in rank order. For set-up, never inside a step."""
     is_alone = wire is C10D and not dist.is_initialized()
     return [value] if is_alone else gather_over(wire, value, group, _device(wire, group))
 
 
 def gather_object(value: Any, group: str | None) -> list[Any]:
-    """Return `value` of every rank, in rank order, on the first rank; on other ranks an empty list."""
+    """Return the `value` of every rank, in rank order, on the first rank; on other ranks an empty list."""
     if not dist.is_initialized():
         return [value]
     is_first = live_rank(group) == 0
@@ -81,7 +81,7 @@ def gather_object(value: Any, group: str | None) -> list[Any]:
 
 
 def gather_over(wire: Wire, value: Any, group: str | None, device: torch.device) -> list[Any]:
-    """Return `value`, anything that pickles, of every rank of `group`, over any wire; `device` is that of payloads."""
+    """Return the `value` (any picklable object) of every rank of `group`, over any wire with payloads on `device`."""
     with without_modes():
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
         sizes = _gathered(wire, torch.tensor([mine.numel()], dtype=torch.int64, device=device), group)
@@ -107,7 +107,7 @@ def _gathered(wire: Wire, flags: Tensor, group: str | None) -> Tensor:
 
 
 def all_gather_bytes(value: bytes, group: str | None, wire: Wire = C10D) -> list[bytes]:
-    """Return `value` of every rank, of the same length on all; raise a RuntimeError as `world_size` does."""
+    """Return the `value` of every rank (of equal lengths); raise a RuntimeError in the same cases as `world_size`."""
     if wire is C10D and not dist.is_initialized():
         require_alone()
         return [value]

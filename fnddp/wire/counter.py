@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fnddp.torch_private import TorchDispatchMode, modes, tree_leaves
 
-# The place of the payload by operator. Functional ones take it first; c10d's take outputs before it, if they differ.
+# Index of the payload argument by operator. It is first in functional ones; c10d's may take outputs before it.
 _PAYLOAD_ARGUMENT = {
     f"{library}::{name}": position
     for library, position, names in (
@@ -26,9 +26,9 @@ COUNTED = frozenset(_PAYLOAD_ARGUMENT)
 class WireCounter(TorchDispatchMode):
     """Counter of the collectives that this thread starts in the `with` block, and of their `wire_bytes`.
 
-    Wire bytes are the payload one rank passes to its collectives, as the papers count (4 per float32 element of a
-    plain mean): not what crosses the link, and not the byte for each leaf with which ranks end a step alike. A world
-    of one without torch.distributed has no collectives: it counts 0.
+    Wire bytes are the payload that one rank passes to its collectives, as papers count them (4 per float32 element of a
+    plain mean). They are not the bytes on the link, and exclude the vote that ends a step (one byte per leaf). A single
+    rank without torch.distributed has no collectives, so the count is 0.
 
     >>> import torch
     >>> import torch.distributed as dist
@@ -59,7 +59,7 @@ class WireCounter(TorchDispatchMode):
 
 
 def count_payload(nbytes: int) -> None:
-    """Report a collective that the counters of this thread cannot see: of a plan, or on a custom wire."""
+    """Report a collective that the counters of this thread cannot see, because a plan or a custom wire runs it."""
     for mode in modes():
         if isinstance(mode, WireCounter):
             mode.count(nbytes)

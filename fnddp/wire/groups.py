@@ -1,4 +1,4 @@
-"""Process groups, and the simulated or planned worlds in their place."""
+"""Process groups, and the simulated or planned worlds that replace them."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ from fnddp.wire.simulated import SimulatedRanks
 _log = logging.getLogger("fnddp")
 
 DEFAULT_GROUP = "default"
-"""The name of the default group in a graph that is traced."""
+"""The name of the default group in traced graphs."""
 
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -28,15 +28,15 @@ LAUNCHERS = {
     "MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 }
-"""The variables that each launcher sets, the most specific first: torchrun may run within a step of SLURM."""
+"""Environment variables that each launcher sets. Most specific first, because torchrun may run within a SLURM step."""
 
 
 class GroupName(str):
-    """The name of a process group that exists: torch may give it to a later group, and then it is an error.
+    """The name of an existing process group. If torch gives the name to a later group, using it is an error.
 
     Attributes:
-        plain: The name alone.
-        is_gone: True when the group was destroyed, and nothing holds it. Dynamo guards it.
+        plain: The name as a plain string.
+        is_gone: True once the group is destroyed and nothing refers to it. Dynamo guards on it.
     """
 
     plain: str
@@ -51,7 +51,7 @@ class GroupName(str):
 
     @staticmethod
     def of(name: str) -> str:
-        """Return the name of the group that has it now; `name` itself if there is none, as where a plan is made."""
+        """Return a `GroupName` of the group that has this name now; `name` itself if there is none, as in planning."""
         live = live_or_none(name)
         return name if live is None else GroupName(name, live)
 
@@ -71,21 +71,21 @@ def _mark_gone(name: weakref.ref[GroupName], _: object) -> None:
 
 
 WorldSize: TypeAlias = int | Mapping[str | None, int]
-"""The number of ranks to plan for: of every group, or of each by name (None: the default group)."""
+"""The number of ranks to plan for: one number for all groups, or one by group name (None is the default group)."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that a pipeline runs on, or is planned for, if not those of torch.distributed.
+    """The ranks that a pipeline runs on, or is planned for, if they are not those of torch.distributed.
 
     Attributes:
-        wire: None for torch.distributed.
+        wire: The wire; None for torch.distributed.
         traced: True if collectives are recorded instead of run.
-        size: Numbers of ranks to plan for; the groups need not exist.
-        ranks: Divisors of means by group, where they are inputs of a graph and not the sizes of the groups.
+        size: Numbers of ranks to plan for. The groups need not exist.
+        ranks: Divisors of means by group, if they are inputs of a graph and not the sizes of the groups.
         simulated: The ranks of a simulation.
-        weight: This rank's weight in the means of `weighted`: a `Weight`, or a tensor that no host reads.
-        bucket_of: Returns the bucket of a leaf in the plan that is made; leaves of one bucket may be encoded together.
+        weight: This rank's weight in the means of `weighted`: a `Weight`, or a tensor that the host does not read.
+        bucket_of: Function that returns the bucket of a leaf in the plan. Leaves of a bucket may be encoded together.
     """
 
     wire: Wire | None = None
@@ -97,7 +97,7 @@ class World:
     bucket_of: Callable[[str], int | None] | None = None
 
     def size_of(self, groups: frozenset[str | None] | None) -> WorldSize | None:
-        """Return the part of `size` for `groups`; all of it for None."""
+        """Return the entries of `size` for `groups`; all entries for None."""
         if self.size is None or isinstance(self.size, int) or groups is None:
             return self.size
         return {group: n for group, n in self.size.items() if group in groups}
@@ -124,16 +124,16 @@ def _given() -> World | None:
 
 
 def current() -> World:
-    """Return the world that the innermost `within` has set, or that of torch.distributed."""
-    return _given() or LIVE  # a global, whose attributes Dynamo can guard
+    """Return the world of the innermost `within`, or the world of torch.distributed."""
+    return _given() or LIVE  # a global, so that Dynamo can guard its attributes
 
 
 def world_size(group: str | None) -> int:
     """Return the number of ranks in `group`; 1 without torch.distributed.
 
     Raises:
-        RuntimeError: A launcher started several ranks but torch.distributed is not initialized; or there is no `group`.
-        ValueError: The world has no number of ranks for `group`.
+        RuntimeError: A launcher started several ranks but torch.distributed is not initialized, or there is no `group`.
+        ValueError: The planned world has no number of ranks for `group`.
     """
     world = current()
     if world.simulated is not None:
@@ -149,9 +149,9 @@ def world_size(group: str | None) -> int:
 
 
 def live_size(group: str | None) -> int:
-    """Return the number of ranks in `group` of torch.distributed; 1 without it."""
+    """Return the number of ranks in torch.distributed's `group`; 1 without torch.distributed."""
     if dist.is_initialized():
-        if torch.compiler.is_compiling():  # Dynamo cannot trace the lookup of a group by its name
+        if torch.compiler.is_compiling():  # Dynamo cannot trace the lookup of a group by name
             return torch_private.group_size(live_name(group))
         size = live_group(group).size()
         if group is None:
@@ -177,7 +177,7 @@ def require_alone() -> None:
 
 @cache
 def warn_of_lone_ranks(size: int) -> None:
-    """Log once on each rank that the default group has `size` ranks if WORLD_SIZE says that more were started."""
+    """Log once on each rank that the default group has `size` ranks, if WORLD_SIZE is larger."""
     launched = os.environ.get("WORLD_SIZE", "")
     if launched.isdecimal() and int(launched) > size:
         _log.warning(
@@ -187,12 +187,12 @@ def warn_of_lone_ranks(size: int) -> None:
 
 
 def is_slurm_shell() -> bool:
-    """Return True in a process of an allocation that srun has not started."""
+    """Return True in a process of a SLURM allocation that was not started by srun."""
     return "SLURM_PROCID" not in os.environ or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 
 def ranks(group: str | None) -> int:
-    """Return the divisor of a mean over `group`: the number of ranks in the step, which is an input of a graph."""
+    """Return the divisor of a mean over `group`: the number of ranks in the step. In a graph it is an input."""
     world = current()
     return world.ranks[group] if group in world.ranks else world_size(group)
 
@@ -203,12 +203,12 @@ def rank(group: str | None) -> Any:
     if world.simulated is not None:
         return world.simulated.rank_in(group)
     if world.size is not None:
-        return 0  # plans are made for the first rank
+        return 0  # plans are those of the first rank
     return live_rank(group) if world.wire is None else world.wire.rank(group)
 
 
 def live_rank(group: str | None) -> int:
-    """Return this rank in `group` of torch.distributed; 0 without it."""
+    """Return this rank in torch.distributed's `group`; 0 without torch.distributed."""
     if not dist.is_initialized():
         return 0
     if group is not None and torch.compiler.is_compiling():
@@ -217,15 +217,15 @@ def live_rank(group: str | None) -> int:
 
 
 def is_alone() -> bool:
-    """Return True if there is neither torch.distributed nor another world."""
+    """Return True without torch.distributed and without another world."""
     world = current()
     is_elsewhere = world.size is not None or world.wire is not None or world.simulated is not None
     return not is_elsewhere and not dist.is_initialized()
 
 
 def identity(group: str | None) -> "weakref.ref[dist.ProcessGroup] | None":
-    """Return a key of `group`, which differs after it is initialized again; None without torch.distributed."""
-    live_size(group)  # raises if there ought to be a process group
+    """Return a key of `group` that changes if the group is initialized again; None without torch.distributed."""
+    live_size(group)  # raises if a process group is missing
     return weakref.ref(live_group(group)) if dist.is_initialized() else None
 
 
@@ -234,7 +234,7 @@ def live_name(group: str | None) -> str:
 
 
 def traced_name(group: str) -> str:
-    """Return the plain name, which Dynamo of torch 2.11 takes for a constant; raise a RuntimeError if it `is_gone`."""
+    """Return the plain name (a constant for Dynamo of torch 2.11); raise a RuntimeError if the group `is_gone`."""
     if not isinstance(group, GroupName):
         return group
     if group.is_gone:
@@ -243,7 +243,7 @@ def traced_name(group: str) -> str:
 
 
 def live_group(group: str | None) -> dist.ProcessGroup:
-    """Return the process group called `group`; raise a RuntimeError if there is none, or another has its name now."""
+    """Return the process group called `group`; raise a RuntimeError if there is none, or the name is another's now."""
     try:
         live = torch_private.live_group(group)
     except (RuntimeError, ValueError, KeyError) as error:
@@ -260,9 +260,9 @@ def live_group(group: str | None) -> dist.ProcessGroup:
 
 
 class Membership:
-    """The process group of an object, to check later that it is still the same; None for the default one, or none.
+    """The process group of an object, stored to check later that it is still the same. None: the default group, if any.
 
-    `then` and `fix` are the first and the last words of the error.
+    `then` and `fix` are the first and last words of the error.
     """
 
     def __init__(self, group: str | None, then: str, fix: str) -> None:
@@ -271,7 +271,7 @@ class Membership:
         self._live, self._was = live and weakref.ref(live), _described(live)
 
     def require_same(self) -> None:
-        """Raise a RuntimeError if there is another process group now, or one only now, or only before."""
+        """Raise a RuntimeError if the process group has been replaced, created or destroyed since."""
         live = live_or_none(self._group)
         if (live and weakref.ref(live)) != self._live:
             raise RuntimeError(

@@ -1,8 +1,8 @@
-"""The kinds of collectives. A kind is an object with all that distinguishes it from the others.
+"""The kinds of collectives. A kind is an object that has everything that distinguishes it from other kinds.
 
-With n ranks, a payload of shape s and its result: all_reduce s -> s; all_gather s -> [n, *s]; reduce_scatter
-[n, *s] -> s; all_to_all [n, *s] -> [n, *s]. Payloads share a flat buffer, of which each is a range of columns; where a
-kind has something for each rank, the buffer has a row for each.
+Shapes of payload and result for n ranks: all_reduce s -> s; all_gather s -> [n, *s]; reduce_scatter [n, *s] -> s;
+all_to_all [n, *s] -> [n, *s]. Payloads share a flat buffer, and each is a range of columns. If a kind has a part for
+each rank, the buffer has a row for each rank.
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ class Work(Protocol):
         ...
 
     def wait(self) -> object:
-        """Wait for the collective (on an accelerator, let the current stream wait). False if it has failed."""
+        """Wait for the collective (on an accelerator, make the current stream wait). Return False if it has failed."""
         ...
 
 
 def waited(work: Work) -> None:
-    """Wait for `work`; raise a RuntimeError if it fails, also where it returns False."""
+    """Wait for `work`; raise a RuntimeError if it raises one or returns False."""
     if work.wait() is False:
         raise RuntimeError("its wait() returned False: it did not complete")
 
@@ -43,7 +43,7 @@ class Pass:
     Attributes:
         share: Bytes that a rank sends in the pass, relative to its payload.
         adds: True if a rank adds what it receives.
-        is_direct: True if every rank sends to each other one, in n - 1 messages; otherwise it is a ring's (or tree's).
+        is_direct: True if every rank sends a message to each of the n - 1 others; False for a ring (or tree).
     """
 
     share: float
@@ -53,13 +53,13 @@ class Pass:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Kind:
-    """A kind of collective, with all that plans, wires, costs and simulations need to know of it.
+    """A kind of collective, with everything that plans, wires, costs and simulations need to know.
 
     Attributes:
-        computes: True if payloads are reduced; otherwise bytes of any dtype move.
+        computes: True if payloads are reduced; False if bytes of any dtype are moved.
         sends_rows: True if a rank sends a part to each rank, `[n, ...]`.
         receives_rows: True if a rank receives a part from each rank, `[n, ...]`.
-        operator: The functional collective that stands for it in a traced graph.
+        operator: The functional collective that represents it in a traced graph.
     """
 
     name: str
@@ -70,17 +70,17 @@ class Kind:
 
     @property
     def is_in_place(self) -> bool:
-        """True if the result takes the memory of the payload."""
+        """True if the result is written over the payload."""
         return not (self.sends_rows or self.receives_rows)
 
     def __repr__(self) -> str:
         return self.name
 
-    def __reduce__(self) -> str:  # a copy is the same object
+    def __reduce__(self) -> str:  # copies are the same object
         return self.name.upper()
 
     def result_shape(self, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-        """Return the shape of the result of a payload of `shape`."""
+        """Return the shape of the result for a payload of `shape`."""
         rest = shape[1:] if self.sends_rows else shape
         return (n, *rest) if self.receives_rows else rest
 
@@ -98,17 +98,17 @@ class Kind:
         return (first, Pass((n - 1) / n)) if self.is_in_place else (first,)
 
     def link_bytes(self, payload: float, n: int) -> float:
-        """Return how much of `payload` bytes one rank sends over its link."""
+        """Return the bytes that one rank sends over its link for a payload of `payload` bytes."""
         return payload * sum(one.share for one in self.passes(n))
 
     def levels(self, payload: float, g: int, nodes: int) -> tuple[float, float]:
-        """Return the bytes that a rank sends inside its node of `g` ranks and across nodes, in two levels."""
-        if self is ALL_GATHER:  # first across nodes, then all that was received to the ranks of the node
+        """Return the bytes that a rank sends inside its node of `g` ranks, and across nodes, in two levels."""
+        if self is ALL_GATHER:  # first across nodes, then everything received within the node
             return payload * nodes, payload
         return payload, payload / g if self.computes else payload
 
     def together(self, sends: Tensor, op: str | None) -> Tensor:
-        """Return results of all ranks, `[n, *result]`, for payloads `[n, *payload]` of all; sums are in rank order."""
+        """Return all ranks' results `[n, *result]` for all ranks' payloads `[n, *payload]`; sums are in rank order."""
         if not self.computes:
             return sends.transpose(0, 1) if self.sends_rows else sends.expand(sends.shape[0], *sends.shape)
         computed = {"max": Tensor.amax, "min": Tensor.amin}.get(op or "sum")
@@ -116,9 +116,9 @@ class Kind:
         return reduced if self.sends_rows else reduced.expand_as(sends)
 
     def call(self, send: Tensor, receive: Tensor, op: str | None, group: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Return the method of `group` that starts a collective of this kind in given memory, and its arguments.
+        """Return the method of `group` that starts a collective of this kind in existing memory, and its arguments.
 
-        Called from C, as `map` does, it starts the collective without a moment at which Python may be interrupted.
+        If the method is called from C (for example by `map`), no Python interrupt can come while it starts.
         """
         mine, theirs = send.view(-1), receive.view(-1)
         if self.is_in_place:
@@ -144,7 +144,7 @@ class Kind:
         )
 
     def trace(self, payload: Tensor, op: str | None, n: int, group: str) -> Tensor:
-        """Start a functional collective of this kind, for graphs and torch.compile; the result must be waited for."""
+        """Start a functional collective of this kind, for graphs and torch.compile. The caller waits for the result."""
         if self.computes:
             return self.operator(payload, op, n, group) if self.sends_rows else self.operator(payload, op, group)
         if not self.sends_rows:
@@ -153,7 +153,7 @@ class Kind:
         return self.operator(payload, rows, rows, group)
 
     def read(self, arguments: tuple[Any, ...]) -> tuple[Any, str | None, str] | None:
-        """Return payload, op and group of a call of `operator`; None for a call that is not of this kind."""
+        """Return payload, op and group from the arguments of a call of `operator`; None if it is of another kind."""
         payload, *given, group = arguments
         if self.computes:
             return (payload, given[0], group) if given[0] in REDUCE_OP else None
@@ -162,12 +162,12 @@ class Kind:
 
 
 def gather_call(receive: Tensor, send: Tensor, group: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return what `Kind.call` does, for a gather of few bytes of all ranks in the rows of `receive`."""
+    """Return a method and its arguments, as `Kind.call`, for a gather of a few bytes into the rows of `receive`."""
     return group.allgather, ([list(receive)], [send], _options(_c10d.AllgatherOptions()))
 
 
 def _method(group: Any, name: str, before: str) -> Any:
-    return getattr(group, name, None) or getattr(group, before)  # torch 2.13 renames them
+    return getattr(group, name, None) or getattr(group, before)  # torch 2.13 renamed them
 
 
 def _options(options: Any, op: str | None = None) -> Any:
@@ -186,7 +186,7 @@ KINDS = {kind.name: kind for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, AL
 
 
 def named(kind: Kind | str) -> Kind:
-    """Return the kind of that name; raise a ValueError if there is none."""
+    """Return the kind of this name; raise a ValueError if there is none."""
     if isinstance(kind, Kind):
         return kind
     if kind not in KINDS:
@@ -197,11 +197,11 @@ def named(kind: Kind | str) -> Kind:
 def sum_in_rank_order(rows: Tensor, onto: Tensor | None = None) -> Tensor:
     """Return `((rows[0] + rows[1]) + rows[2]) + ...`, `[*shape]`.
 
-    torch's own sum over a dimension adds in an order that depends on the shape, the strides and the machine.
+    The order of torch's own sum over a dimension depends on the shape, the strides and the machine.
 
     Args:
         rows: One row of each rank, `[ranks, *shape]`.
-        onto: The sum of the ranks before these, `[*shape]`: `(onto + rows[0]) + ...`.
+        onto: The sum of earlier ranks, `[*shape]`: the result is `(onto + rows[0]) + ...`.
 
     >>> rows = torch.tensor([[1e8], [1.0], [-1e8]])
     >>> sum_in_rank_order(rows), sum_in_rank_order(rows[2:], onto=sum_in_rank_order(rows[:2]))
@@ -240,7 +240,7 @@ def _add_up_batch(
     return SUM(rows, onto), 0
 
 
-# An operation of its own: one node of a graph for any number of ranks, which no compiler may reorder.
+# A custom operation, so that the sum is one node of a graph for any number of ranks, and compilers cannot reorder it.
 torch.library.define("fnddp::sum_in_rank_order", "(Tensor rows, Tensor? onto=None) -> Tensor", tags=())
 torch.library.impl("fnddp::sum_in_rank_order", "CompositeExplicitAutograd", _add_up)
 torch.library.register_fake("fnddp::sum_in_rank_order", _like_a_row)

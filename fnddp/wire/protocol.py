@@ -1,4 +1,4 @@
-"""Wires, which move bytes between ranks."""
+"""The interface of wires. A wire moves bytes between ranks."""
 
 import abc
 import functools
@@ -17,69 +17,69 @@ class CollectiveError(RuntimeError):
 
 
 class Wire(Protocol):
-    """Moves bytes between the ranks of process groups, which are given by name; None is the default group.
+    """An object that moves bytes between the ranks of process groups. Groups are given by name; None is the default.
 
-    The default is `fnddp.wire.c10d.C10d`: torch.distributed. All ranks start the same collectives of a group in the
-    same order. Kinds that compute nothing send bytes, whatever the dtype. A wire must be hashable and weakly
-    referenceable; where ranks are threads, each has a wire of its own.
+    The default wire is torch.distributed, `fnddp.wire.c10d.C10d`. All ranks start the same collectives of a group in
+    the same order. Kinds that do not reduce send bytes of any dtype. A wire must be hashable and weakly referenceable.
+    If ranks are threads, each needs its own wire.
     """
 
     def size(self, group: str | None) -> int:
-        """Return the number of ranks of `group` that take part in the next step, by which a mean divides."""
+        """Return the number of ranks of `group` in the next step. Means are divided by it."""
         ...
 
     def rank(self, group: str | None) -> int:
-        """Return this rank's place among the ranks of `group`: its row, for kinds with a row for each rank."""
+        """Return this rank's index in `group`. It is its row, for kinds with a row for each rank."""
         ...
 
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
-        """Start a collective and return at once; it owns `send` and `receive` until it is waited for.
+        """Start a collective and return at once. It owns `send` and `receive` until the caller has waited for it.
 
         Args:
-            kind: Which collective.
-            send: This rank's payload: flat, or `[ranks, width]` where the kind sends a row to each rank.
+            kind: The kind of collective.
+            send: This rank's payload: flat, or `[ranks, width]` if the kind sends a row to each rank.
             receive: Memory for the result: the same tensor as `send` for an all_reduce, else flat or `[ranks, width]`.
-            op: "sum", "max" or "min" for a kind that computes; None for one that carries bytes.
+            op: "sum", "max" or "min" for a kind that reduces; None for a kind that moves bytes.
             group: The name of the group.
 
         Raises:
-            RuntimeError: It cannot be started.
+            RuntimeError: The collective cannot be started.
         """
         ...
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
-        """Start to gather the flags of all ranks, by which they agree on a step's outcome: never counted as payload.
+        """Start to gather the flags by which all ranks agree on a step's outcome. They never count as payload.
 
         Returns:
-            Memory for `[ranks, *flags.shape]`, filled once the work is waited for; and the work.
+            Memory of shape `[ranks, *flags.shape]`, filled once the caller has waited for the work; and the work.
         """
         ...
 
 
 class Elastic(abc.ABC):
-    """An additional base class of a `Wire` whose ranks may leave between two steps, and others join.
+    """An additional base class for a `Wire` with ranks that may leave or join between two steps.
 
-    The order in which gradients arrive is not learnt from a step, since newcomers cannot know it. A collective that
-    loses a rank does not raise: its failure is reported, its result is undefined, and the vote of the step raises.
+    With it, the order in which gradients arrive is not learnt from a step, because newcomers cannot know it. A
+    collective that loses a rank does not raise: it reports the failure, its result is undefined, and the vote raises.
     """
 
     @property
     @abc.abstractmethod
     def epoch(self) -> int:
-        """A number that is incremented when the ranks change, upon which all of them start afresh."""
+        """A number that is incremented when the ranks change. All ranks then start anew."""
 
     @property
     @abc.abstractmethod
     def lost(self) -> Exception | None:
-        """The error with which a collective of this epoch has failed."""
+        """The error of a collective that failed in this epoch; None if there is none."""
 
     @abc.abstractmethod
     def report(self, error: BaseException) -> None:
-        """Mark the step as failed with `error`: no rank may apply it."""
+        """Mark the step as failed with `error`, so that no rank applies it."""
 
 
 def reporting(wire: Wire, run: Run) -> Run:
-    """Return `run`, a call whose step ends in it: each of its errors is reported to `wire` if that is elastic."""
+    """Wrap `run`, a call that begins and ends a step, to report its errors to `wire` if the wire is elastic."""
     if not isinstance(wire, Elastic):
         return run
 

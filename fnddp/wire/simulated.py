@@ -1,4 +1,4 @@
-"""Ranks as the mapped dimension of one vmap: a collective is a sum, a gather or a transpose over it."""
+"""Ranks as the mapped dimension of one vmap. A collective is a sum, a gather or a transpose over that dimension."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from torch import Tensor
 from fnddp.wire.kinds import Kind, named
 
 Division = tuple[tuple[int, ...], ...]
-"""Process groups that share a name: of equal size, each with its ranks in order."""
+"""Process groups that share a name. They have equal sizes; each is a tuple of its ranks in order."""
 
 
 @dataclass(frozen=True, eq=False)
 class SimulatedRanks:
-    """The `n` ranks of a simulation: the one that runs (within vmap, all of them), and their groups by name."""
+    """The `n` ranks of a simulation: the running rank (within vmap, all ranks at once), and groups by name."""
 
     n: int
     rank: Tensor
@@ -26,7 +26,7 @@ class SimulatedRanks:
         return len(self.division(group)[0])
 
     def rank_in(self, group: str | None) -> Tensor:
-        """Return the place of this rank in its group called `group`."""
+        """Return the index of this rank in its group called `group`."""
         if group is None:
             return self.rank
         places = torch.empty(self.n, dtype=torch.int64, device=self.rank.device)
@@ -47,7 +47,7 @@ class SimulatedRanks:
         return self.groups[group]
 
     def moved(self, kind: Kind, payload: Tensor, op: str | None, group: str | None) -> Tensor:
-        """Return the result of a collective in which every rank sends its `payload`."""
+        """Return the result of a collective where every rank sends its `payload`."""
         division = self.division(group)
         order = [rank for members in division for rank in members]
         everyone = _together(payload, kind.name, op, self.n, order, len(division))
@@ -59,7 +59,7 @@ def _of_all(payload: Tensor, kind: str, op: str | None, n: int, order: Sequence[
 
 
 def _received(sends: Tensor, kind: str, op: str | None, order: Sequence[int], groups: int) -> Tensor:
-    """Return `[n, *result]` for `[n, *payload]`; one row where all ranks receive the same."""
+    """Return `[n, *result]` for `[n, *payload]`; one row if all ranks receive the same."""
     of_kind = named(kind)
     if groups == 1:
         received = of_kind.together(sends, op)
@@ -90,7 +90,7 @@ def _together_batch(
     return _received(payload.movedim(in_dims[0], 0), kind, op, order, groups), None
 
 
-# A custom operation, whose vmap rule gives it the mapped dimension as an ordinary one.
+# A custom operation. Its vmap rule passes the mapped dimension to it as an ordinary one.
 torch.library.define(
     "fnddp::together", "(Tensor payload, str kind, str? op, int n, int[] order, int groups) -> Tensor", tags=()
 )

@@ -1,23 +1,23 @@
-"""Weights of ranks, as they were given: valid or not, so that all ranks can raise the same error."""
+"""Weights of ranks, stored even if they are invalid, so that all ranks can raise the same error."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_NAMED = 8  # ranks that an error names
+_NAMED = 8  # number of ranks that an error names
 _LONGEST = 80  # characters of a rank's weight in errors
-_HIGHEST = 1e300  # so that the sum of all weights is finite
+_HIGHEST = 1e300  # keeps the sum of all weights finite
 _EXPECTED = f"weight: must be a number of at least 0 and at most {_HIGHEST:g}"
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight as a rank gave it.
+    """A weight as a rank passed it.
 
     Attributes:
-        number: Finite and not negative; NaN if the rank gave no such number.
-        text: Its name in errors.
+        number: The weight, finite and not negative; NaN if it is invalid or missing.
+        text: The text for it in errors.
     """
 
     number: float
@@ -25,7 +25,7 @@ class Weight:
 
     @classmethod
     def of(cls, given: Any) -> "Weight":
-        """Return the weight of a rank that gave `given`: a number, a tensor of one element, or None for none.
+        """Return the weight of a rank that passed `given`: a number, a tensor of one element, or None if missing.
 
         >>> Weight.of(3), Weight.of(-1), Weight.of(None)
         (Weight(number=3.0, text='3'), Weight(number=nan, text='-1'), Weight(number=nan, text='none'))
@@ -34,13 +34,13 @@ class Weight:
             return given
         try:
             number = math.nan if given is None or isinstance(given, str | bytes) else float(given)
-        except Exception:  # of anybody's __float__: the step fails on all ranks, not on this one alone
+        except Exception:  # from any `__float__`: the step must fail on all ranks, not only here
             number = math.nan
         if 0 <= number <= _HIGHEST:
             return cls(number, repr(number).removesuffix(".0"))
         try:
             text = "none" if given is None else " ".join(repr(given).split())
-        except Exception:  # such as of an int of more digits than Python writes
+        except Exception:  # for example an int with more digits than Python prints
             text = f"a {type(given).__name__}"
         return cls(math.nan, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...")
 
@@ -60,7 +60,7 @@ def no_weight(weight: Weight) -> ValueError:
 
 
 def require_weights(everyone: Sequence[Weight]) -> None:
-    """Raise a ValueError unless each rank, of all in rank order, has given a valid weight, and one a positive one."""
+    """Raise a ValueError unless all weights, in rank order, are valid and at least one is positive."""
     invalid = [rank for rank, weight in enumerate(everyone) if not weight.is_valid]
     if invalid:
         raise ValueError(f"{_EXPECTED} on each rank, but {_said(everyone, invalid)}")

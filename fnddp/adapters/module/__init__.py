@@ -1,1 +1,1 @@
-"""`DistributedDataParallel`: a wrapped module whose backward passes are steps of a pipeline."""
+"""`DistributedDataParallel`: a wrapped module that runs each backward pass as a step of a pipeline."""

@@ -1,4 +1,4 @@
-"""The tensors in the output of a module, whatever it is made of."""
+"""Find the tensors in the output of a module, of any type."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_MOST = 1000  # objects whose attributes are read: an output may refer to much else
+_MOST = 1000  # objects to search at most: an output may refer to many other objects
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -22,12 +22,12 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             parts = item.values()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         elif isinstance(item, list | tuple | set):
             parts = item  # pyright: ignore[reportUnknownVariableType]
-        elif looks > 1 and not isinstance(item, Tensor | type | ModuleType | nn.Module):  # which no forward has made
+        elif looks > 1 and not isinstance(item, Tensor | type | ModuleType | nn.Module):  # not made by forward
             looks -= 1
             parts = _attributes(item)
         for part in parts:
             if id(part) not in seen and not isinstance(part, int | float | str | bytes | None):
-                seen[id(part)] = part  # kept, so that its id stays its own
+                seen[id(part)] = part  # kept alive, so that its id stays unique
                 waiting.append(part)
 
 

@@ -1,19 +1,19 @@
-"""The user's promises about which parameters steps will use, and whether steps keep them."""
+"""The user's promises about the parameters that steps use, and checks that steps keep them."""
 
 from collections.abc import Sequence
 
 
 class Promises:
-    """Record of the parameters that steps have used, to check what the user has promised about them.
+    """A record of the parameters that steps have used, to check the user's promises.
 
     Args:
         names: Names of the parameters.
         static_graph: Promise that every step uses the same parameters.
-        skips_unused: Promise that no step uses a parameter that the first one has not used: it is not sent any more.
+        skips_unused: Promise that parameters unused in the first step stay unused. They are not sent any more.
 
     Attributes:
         is_static: True if all steps so far have used the same parameters, promised or not.
-        first: The parameters that no rank has used in the first step.
+        first: The parameters that no rank used in the first step.
     """
 
     def __init__(self, names: Sequence[str], *, static_graph: bool, skips_unused: bool) -> None:
@@ -22,12 +22,12 @@ class Promises:
         self.begin()
 
     def begin(self) -> None:
-        """Count the next step as the first one."""
+        """Treat the next step as the first one."""
         self.is_static = True
         self.first: frozenset[str] | None = None
 
     def check(self, unused: frozenset[str]) -> None:
-        """Note which parameters no rank has used in a step, on all ranks alike, before the step has any effect.
+        """Record the parameters that no rank used in a step. All ranks call it, before the step has any effect.
 
         Raises:
             RuntimeError: A promise is broken. With `static_graph` the next step counts as the first one.
@@ -38,7 +38,7 @@ class Promises:
             return
         promise = "static_graph" if self.static_graph else "skip_all_reduce_unused_params"
         self.first = None if self.static_graph else first
-        # In the words of torch, which its own tests look for.
+        # In torch's words, because torch's own tests look for them.
         if first - unused:
             raise RuntimeError(
                 "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "

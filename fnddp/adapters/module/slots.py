@@ -1,4 +1,4 @@
-"""The places where a module keeps its parameters, and the tensors there now."""
+"""The places where a module stores its parameters, and the tensors that are there now."""
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Set
@@ -16,12 +16,12 @@ OWNER = "DistributedDataParallel"
 
 @dataclass(frozen=True)
 class WrappedParameters:
-    """The parameters of a module when it was wrapped.
+    """The parameters that a module had when it was wrapped.
 
     Attributes:
-        parameters: Those that are synchronized, by name.
-        frozen: Those that did not require a gradient.
-        others: Names of those that this module does not synchronize.
+        parameters: Parameters that are synchronized, by name.
+        frozen: Parameters that did not require a gradient.
+        others: Names of parameters that this module does not synchronize.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -36,10 +36,10 @@ class WrappedParameters:
         theirs: Collection[nn.Parameter],
         before: Collection[str] = (),
     ) -> "WrappedParameters":
-        """Return the parameters of `module`, but for names in `ignored`, and `theirs`, which wrapped parts synchronize.
+        """Return the parameters of `module`, except names in `ignored`, and `theirs`, those of wrapped submodules.
 
         Args:
-            before: Names of those that are synchronized so far: they are, though they may be frozen for a time.
+            before: Names of parameters synchronized so far. They stay synchronized, even if they are frozen for now.
 
         Raises:
             RuntimeError: No parameter requires a gradient.
@@ -59,11 +59,11 @@ class WrappedParameters:
 
     @property
     def thawed(self) -> list[str]:
-        """Names of those that are not frozen any more."""
+        """Names of formerly frozen parameters that now require a gradient."""
         return [name for name, p in self.frozen.items() if p.requires_grad]
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return tensors like the gradients: the parameters, but for those with another `grad_dtype`."""
+        """Return tensors like the gradients: the parameters, converted if they have another `grad_dtype`."""
         dtypes = {name: grad_dtype(p) for name, p in self.parameters.items()}
         return {n: p if p.dtype == dtypes[n] else p.detach().to(dtypes[n]) for n, p in self.parameters.items()}
 
@@ -72,30 +72,30 @@ class WrappedParameters:
 
 
 class Slots:
-    """The places of the parameters that `module` was wrapped with, where other tensors may be by now.
+    """The places of the parameters that `module` was wrapped with. They may hold other tensors by now.
 
-    `torch.func.functional_call` swaps them for one call; a user may assign new ones for good.
+    `torch.func.functional_call` swaps the tensors for one call, and a user may assign new ones permanently.
 
     Args:
-        owner: Name of what wraps the module, for errors.
-        fix: What a user can do about parameters that are not synchronized.
+        owner: Name of the wrapping function or class, for errors.
+        fix: Advice in errors about parameters that are not synchronized.
 
     Attributes:
-        buffers: The dicts that hold the buffers of the module and its parts.
+        buffers: The dicts that hold the buffers of the module and its submodules.
     """
 
     def __init__(self, module: nn.Module, trained: WrappedParameters, owner: str, fix: str) -> None:
         self._trained, self._owner, self._fix = trained, owner, fix
-        # Makes torch.utils.swap_tensors refuse them, as with torch's class: swapped parameters would lose our hooks.
+        # Weak references make torch.utils.swap_tensors refuse, as with torch's class: a swap would lose our hooks.
         self._pins = [weakref.ref(parameter) for parameter in trained.parameters.values()]
         self._look_up(module)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that the module runs with, by name."""
+        """Return the tensors that the module currently uses as parameters, by name."""
         return _held(self._places)
 
     def require_known(self, module: nn.Module, *, has_gradients: bool = True) -> None:
-        """Raise a RuntimeError if there are new parameters, or one is not frozen any more and `has_gradients`."""
+        """Raise a RuntimeError for new parameters and, if `has_gradients`, for formerly frozen ones."""
         if has_gradients:
             require_synchronized(self._owner, _held(self._frozen_places).items(), frozenset(), self._fix)
         has_same_parts = module is self._module and all(held == before for held, before in self._parts)
@@ -107,7 +107,7 @@ class Slots:
         self._look_up(module)
 
     def require_all_in(self, known: Set[Tensor]) -> None:
-        """Raise a RuntimeError if the module runs with tensors that require a gradient and are not `known`."""
+        """Raise a RuntimeError if the module uses tensors that require a gradient but are not in `known`."""
         require_synchronized(self._owner, self.tensors().items(), known, self._fix)
 
     def _look_up(self, module: nn.Module) -> None:
@@ -123,7 +123,7 @@ class Slots:
 
 
 def _held(places: Iterable[tuple[str, dict[str, Any], str]]) -> dict[str, Tensor]:
-    # A module of TorchScript has no dicts, but what has no `get`.
+    # A TorchScript module has no dicts, but objects without `get`.
     return {name: t for name, held, key in places if key in held and (t := held[key]) is not None}
 
 
@@ -134,6 +134,6 @@ def _places(parts: Mapping[str, nn.Module], names: Iterable[str]) -> list[tuple[
 
 
 def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of embeddings whose gradients are sparse."""
+    """Return the parameters of embeddings with sparse gradients."""
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
     return {parameter for part in embeddings for parameter in part.parameters(recurse=False)}

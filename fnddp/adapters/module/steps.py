@@ -1,8 +1,8 @@
-"""Backward passes of a wrapped module as steps of an engine.
+"""Turn backward passes of a wrapped module into steps of an engine.
 
-A step synchronizes the gradients that a backward accumulates in the wrapped parameters. It begins where such a backward
-reaches the output of a forward, or a parameter, and ends with that backward. What `torch.autograd.grad` returns is this
-rank's own, as with torch's class.
+A step synchronizes the gradients that a backward accumulates in the wrapped parameters. It begins when such a backward
+reaches the output of a forward, or a parameter, and ends with that backward. Gradients from `torch.autograd.grad` are
+not synchronized, as with torch's class.
 """
 
 import threading
@@ -39,25 +39,25 @@ from fnddp.torch_private import current_backward, optimizers_in_backward
 from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import CollectiveError, Elastic
 
-# Modules in the order of their last forward: a backward of several reaches them in the opposite order.
+# Modules in the order of their last forward. A backward through several reaches them in the opposite order.
 _forwarded: "weakref.WeakKeyDictionary[Steps, None]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 class _Nodes(list[Any]):
-    """The nodes behind an output, which live as long as its graph: weakly referenceable."""
+    """A list of the graph nodes of an output, alive as long as its graph. Unlike a list it can be weakly referenced."""
 
 
 @dataclass(eq=False)
 class _Taken:
-    """What the open step takes from its backward.
+    """Facts about the backward of the open step.
 
     Attributes:
         task: autograd's number of the backward.
-        added_to: Parameters with a gradient that the step adds to.
-        keeps_graph: True for a backward with `create_graph=True`, whose gradients can be differentiated.
+        added_to: Parameters that already have a gradient, so that the step adds to it.
+        keeps_graph: True for a backward with `create_graph=True`, so that its gradients can be differentiated.
         sparse: Number of sparse dimensions of each sparse gradient, by parameter.
-        deferred: Parameters whose gradients wait for the end of the step.
+        deferred: Parameters with gradients that wait for the end of the step.
     """
 
     task: int
@@ -68,26 +68,26 @@ class _Taken:
 
 
 class Steps:
-    """Put the gradients of a module into the steps of its own engine, which `use` sets.
+    """Put the gradients of a module into the steps of its own engine. `use` sets the engine.
 
     Args:
-        promises: The user's promises, which each step checks.
+        promises: The user's promises about unused parameters. Each step checks them.
 
     Attributes:
         log: Log of times and errors.
         is_armed: True if the next backward synchronizes.
         scale: Factor that gradients are multiplied by before they are sent.
         weight: The weight of the `weight` block that runs now, if any.
-        unsynchronized: Parameters with gradients that no step has synchronized yet: of backwards within `no_sync`.
+        unsynchronized: Parameters with gradients of backwards within `no_sync`, not synchronized by any step yet.
         awaits_commit: True if `settle_on` ends a step of one backward or several.
-        futures: Futures of buffer hooks, for which the end of a backward waits.
+        futures: Futures of buffer hooks. The end of a backward waits for them.
     """
 
     engine: Engine
     backward: Backward
     log: Log
     needs_earlier_gradients: ClassVar[bool] = False
-    """True if each step needs to know what `.grad` was before its backward, also where it begins at a parameter."""
+    """True if each step needs to know `.grad` before its backward, even if the step begins at a parameter."""
 
     def __init__(self, promises: Promises) -> None:
         self.promises = promises
@@ -95,7 +95,7 @@ class Steps:
         self.weight: float | None = None
         self.unsynchronized: set[str] = set()
         self._outputs: list[weakref.ref[_Nodes]] = []  # of the last forward
-        self._thread = 0  # that of the last forward whose backward synchronizes
+        self._thread = 0  # id of the thread of the last forward with a synchronizing backward
         self.futures: list[torch.futures.Future[Any]] = []
         self._fast = FastPath()
         self._hooks: list[Any] = []
@@ -103,10 +103,10 @@ class Steps:
     def use(
         self, engine: Engine, trained: WrappedParameters, sparse: Collection[nn.Parameter], world: Membership
     ) -> None:
-        """Run the steps of `engine` from now on, for the gradients of these parameters; if it raises, nothing changes.
+        """Run the steps of `engine` from now on, for gradients of these parameters. If this raises, nothing changes.
 
         Args:
-            sparse: Parameters whose gradients are sparse in one dimension, on all ranks, used or not.
+            sparse: Parameters with gradients that are sparse in one dimension, on all ranks, used or not.
             world: The process group that steps are for.
         """
         advance = weakref.WeakMethod(self._advance)
@@ -129,7 +129,7 @@ class Steps:
         self.promises.begin()
         self._always_sparse = {name: 1 for name, parameter in self.parameters.items() if parameter in sparse}
         self._taken: _Taken | None = None  # of the open step
-        # On an elastic wire: gradients and `unsynchronized` before the backwards that may not be committed.
+        # On an elastic wire: gradients and `unsynchronized` before backwards, in case their step is rejected.
         self._before: tuple[dict[str, Tensor], set[str]] | None = None
 
     def detach(self) -> None:
@@ -141,17 +141,17 @@ class Steps:
         self._hooks = []
 
     def require_same_world(self) -> None:
-        """Raise a RuntimeError, once and for all, if the process group is not the one that steps are for."""
+        """Raise a RuntimeError and remove all hooks if the process group is not the one that steps are for."""
         try:
             self._world.require_same()
         except RuntimeError:
             self.detach()  # the module may be wrapped again
             raise
 
-    # The begin of a step
+    # Begin of a step
 
     def expect_backward(self, output: Any, *, synchronizes: bool) -> None:
-        """Expect the backward of a forward: a step begins where it reaches `output`, even if no parameter is used.
+        """Begin a step when a backward reaches `output`, the output of a forward, even if no parameter is used.
 
         Args:
             synchronizes: True to synchronize the gradients of this backward.
@@ -164,34 +164,34 @@ class Steps:
             return
         self._outputs, self._thread = [], threading.get_ident()
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-            if tensor.requires_grad and not tensor.is_leaf:  # hooks of a leaf would stay
+            if tensor.requires_grad and not tensor.is_leaf:  # hooks on a leaf would outlive the graph
                 behind = _Nodes(nodes_behind(tensor))
                 self._outputs.append(weakref.ref(behind))
                 tensor.register_hook(partial(self._reaches_output, behind))
 
     def _is_reached(self) -> bool:
-        """Return whether the running backward goes through the last forward, and will begin a step."""
+        """Return whether the running backward goes through the last forward, so that it will begin a step."""
         behind = [node for nodes in self._outputs for node in nodes() or ()]
         return accumulates(self.parameters.values(), behind) and (not self._outputs or any(map(executes, behind)))
 
     @torch_private.skipped_by_dynamo
     def _reaches_output(self, behind: Sequence[Any], _: Tensor) -> None:
-        """Begin a step where a backward reaches the output of a forward, made by the nodes `behind`."""
+        """Begin a step when a backward reaches the output of a forward; `behind` are the output's graph nodes."""
         if self._open() is None and accumulates(self.parameters.values(), behind):
             self._start()
 
     def _start(self, accumulated: str = "") -> _Taken:
-        """Return what the open step takes, which begins now if there is none.
+        """Return the facts of the open step; begin a step if none is open.
 
         Args:
-            accumulated: A parameter in which this backward has accumulated a gradient already: it is not known whether
-                there was one before.
+            accumulated: A parameter in which this backward has accumulated a gradient already, so that it is unknown
+                whether there was one before.
         """
         taken = self._open()
         if taken is not None:
             return taken
         _refuse_compiled_autograd()
-        # They belong to the user: this backward adds to them, and the step does not write over them.
+        # Earlier gradients belong to the user: this backward adds to them, and the step must not write over them.
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if isinstance(self.engine.wire, Elastic) and (self._before is None or not self.awaits_commit):
             self._before = {name: grad.detach().clone() for name, grad in grads.items()}, self.unsynchronized.copy()
@@ -205,7 +205,7 @@ class Steps:
         kept = grads.keys() - self.unsynchronized - {accumulated}
         sums = bool(kept) and "sum" in self.engine.sync.ops
         filled = {name: grad.any() for name, grad in grads.items() if sums and name in kept}
-        if filled and torch.stack([*filled.values()]).any():  # an accelerator's host waits once
+        if filled and torch.stack([*filled.values()]).any():  # stacked, so that the host waits for an accelerator once
             again = next(name for name, is_filled in filled.items() if is_filled)
             self._stop(
                 f"parameter {again!r} has a gradient that is a sum over ranks already, which {self.engine.sync!r} "
@@ -218,7 +218,7 @@ class Steps:
         return taken
 
     def _open(self) -> _Taken | None:
-        """Return what the open step takes, if one is open whose backward has not raised."""
+        """Return the facts of the open step; None if no step is open, or its backward has raised."""
         return self._taken if self.backward.is_running() else None
 
     def _begin(self, weight: float | None) -> Any:
@@ -229,13 +229,13 @@ class Steps:
     # Gradients
 
     def _arrives(self, name: str, _: Tensor) -> None:
-        """Begin a step before a gradient is accumulated in the parameter `name`, which was None or an earlier one."""
+        """Begin a step before a gradient is accumulated in the parameter `name`, whether it has one already or not."""
         begins = self.is_armed and self._open() is None and accumulates_in([self.parameters[name]])
         if begins and not self._waits_for_outer_backward():
             self._start()
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
-        """Handle a gradient, maybe undefined, that autograd has accumulated in `parameter.grad`."""
+        """Handle a gradient that autograd has accumulated in `parameter.grad`. It may be undefined."""
         if parameter.grad is None:
             return
         was_armed, taken = self.is_armed, self._open()
@@ -244,16 +244,16 @@ class Steps:
         if taken is None:
             self.unsynchronized.add(name)
         elif current_backward() != taken.task or name in taken.deferred:
-            # An inner backward, of reentrant checkpointing or another custom function: more may be added.
+            # An inner backward (reentrant checkpointing or another custom function): more may be added to it.
             taken.deferred.add(name)
             self._fast.excluded.add(self.engine.positions[name])
         else:
             self._take(taken, name)
 
     def _waits_for_outer_backward(self) -> bool:
-        """Return True if the step must begin in the backward around this one, which a reentrant checkpoint has called.
+        """Return True if the step must begin in the outer backward, because a reentrant checkpoint called this one.
 
-        Only the outer backward has all gradients. Those that arrive before it goes on count as accumulated in no_sync.
+        Only the outer backward has all gradients. Gradients that arrive before it continues count as if within no_sync.
         """
         nodes = torch_private.nodes_of_outer_backward()
         if nodes is None:
@@ -291,7 +291,7 @@ class Steps:
         is_kept = name in taken.added_to or grad.requires_grad
         if not is_kept:
             parameter.grad = None  # so that its memory is free once it has been sent
-        self._feed(name, grad.data, keep=is_kept)  # a hook may hold the old tensor: then the storage is shared
+        self._feed(name, grad.data, keep=is_kept)  # a hook may hold `grad` itself: `.data` shares its storage
 
     def _feed(self, name: str, grad: Tensor, *, keep: bool) -> None:
         self._go_on(lambda step: step.feed(name, grad, keep=keep))
@@ -308,7 +308,7 @@ class Steps:
             self.log.note_sending(step)
 
     def _named(self, error: BaseException) -> BaseException:
-        """Return an error about the module in place of an UnexpectedGradient."""
+        """Translate an UnexpectedGradient into an error about the module; return other errors unchanged."""
         if not isinstance(error, UnexpectedGradient):
             return error
         if not error.is_unlike:
@@ -323,13 +323,13 @@ class Steps:
             f"and its gradient is {describe(error.grad)} on {error.grad.device} now; wrap the module again"
         )
 
-    # The end of a step
+    # End of a step
 
     def _finish(self) -> None:
         """End the step at the end of its backward, and write the means."""
         self.log.backward_ends()
         was_armed, taken = self.is_armed, self._taken
-        if taken is None or self.engine.step is None:  # it has failed with the step of another engine
+        if taken is None or self.engine.step is None:  # it failed together with another engine's step
             self.close()
             self.settle_on(is_committed=False)
             return
@@ -338,7 +338,7 @@ class Steps:
         except (CollectiveError, StepFailedError):
             if not isinstance(self.engine.wire, Elastic):
                 raise
-            # The ranks that are left go on, with the gradients from before this backward.
+            # The remaining ranks continue with the gradients from before this backward.
             self.settle_on(is_committed=False)
             return
         self.close()
@@ -352,13 +352,13 @@ class Steps:
         self.log.step_ends(self.engine, done.unused)
 
     def _take_late(self) -> None:
-        """Take gradients that no hook could: of inner backwards, and what was accumulated within no_sync."""
+        """Take gradients that no hook could take: those of inner backwards, and those accumulated within no_sync."""
         self._fast.close()
         taken, step = self._taken, self.engine.step
         if taken is None or step is None or not (taken.deferred or self.unsynchronized or taken.added_to):
             return
         missing = step.missing
-        # Also of parameters that this backward has not reached, but others within no_sync.
+        # Include parameters that only backwards within no_sync have reached.
         for name in sorted(taken.deferred | (self.unsynchronized & missing)):
             if self.parameters[name].grad is None:
                 continue
@@ -370,7 +370,7 @@ class Steps:
                     "function as an input"
                 )
             self._take(taken, name)
-        # Other ranks add to what these hold, the mean of an earlier backward, and send the sum.
+        # These hold the mean of an earlier backward. Other ranks add their gradients to it and send the sum.
         held = {name: self.parameters[name].grad for name in taken.added_to & step.missing}
         dense = {name: grad.detach().to_dense() for name, grad in held.items() if grad is not None}
         step.substitutes = {name: grad for name, grad in dense.items() if self.engine.leaves[name].is_like(grad)}
@@ -385,7 +385,7 @@ class Steps:
 
     def _end(self) -> Synchronized:
         learns = self.engine.learns_order
-        # As torch names it in profiles: here ranks learn which parameters none of them has used.
+        # torch's name for it in profiles: here ranks learn which parameters none of them has used.
         with self.log.errors(), torch.autograd.profiler.record_function("search_unused_parameters"):
             done = self.backward.end(self._take_late, self._keeps_promises)
         if learns and self.promises.skips_unused and len(done.unused) < len(self.parameters):
@@ -397,22 +397,22 @@ class Steps:
             for name, mean in done.mean.items():
                 if not done.has_nothing_for(name, self.parameters[name]):
                     self._write_one(name, mean, taken)
-        for name in self.parameters.keys() - done.mean.keys():  # no update: optimizers stand still
+        for name in self.parameters.keys() - done.mean.keys():  # no update: optimizers must skip these
             if not done.has_nothing_for(name, self.parameters[name]):
                 self.parameters[name].grad = None
 
     def _write_one(self, name: str, mean: Tensor, taken: _Taken) -> None:
         parameter = self.parameters[name]
         before, grad = parameter.grad, mean
-        if before is not None and before.requires_grad:  # the mean, with the graph of this rank's own gradient
+        if before is not None and before.requires_grad:  # combine the mean with the graph of this rank's gradient
             grad = before.to_dense() if before.is_sparse else before.clone()
             grad.data.copy_(mean)
         if name in taken.sparse:
             grad = grad.to_sparse(taken.sparse[name])
-        elif grad.stride() != parameter.stride():  # which optimizers expect of a dense parameter, as torch does
+        elif grad.stride() != parameter.stride():  # optimizers expect equal strides for a dense parameter
             grad = torch.empty_like(parameter, dtype=grad.dtype, requires_grad=False).copy_(grad)
         if name in taken.added_to and before is not None and not before.is_sparse and not grad.requires_grad:
-            before.copy_(grad)  # others may hold it, as a part of a flat buffer
+            before.copy_(grad)  # in place: it may be part of a flat buffer
         else:
             parameter.grad = grad
         if optimizers := optimizers_in_backward(parameter):
@@ -426,7 +426,7 @@ class Steps:
             torch.futures.wait_all(futures)
 
     def settle_on(self, is_committed: bool) -> None:
-        """End the last step on an elastic wire: if it is not committed, put back the gradients from before it."""
+        """End the last step on an elastic wire. If it is not committed, restore the gradients from before it."""
         if self._before is not None and not is_committed:
             grads, self.unsynchronized = self._before
             for name, parameter in self.parameters.items():
@@ -434,30 +434,30 @@ class Steps:
                 if before is None or grad is None or before.layout != grad.layout or before.is_sparse:
                     parameter.grad = before
                 else:
-                    grad.detach().copy_(before)  # others may hold it, as a part of a flat buffer
+                    grad.detach().copy_(before)  # in place: it may be part of a flat buffer
         self._before = None
 
     # Errors
 
     def settle(self) -> None:
-        """Fail a step whose backward did not finish, and raise a RuntimeError if ranks may be desynchronized.
+        """Fail the open step if its backward did not finish; raise a RuntimeError if ranks may be desynchronized.
 
-        It is one, too, if that backward is running, in the thread of its forward.
+        A backward that is still running counts as unfinished, except in other threads than its forward's: raise there.
         """
         if self.backward.step is not None and not self.backward.has_raised and self._thread != threading.get_ident():
             raise RuntimeError(f"{OWNER}: a backward of this module is running in another thread; wait for its end")
         self.backward.require_idle()
-        self._fast.close()  # of a step that failed with another one's
+        self._fast.close()  # still open if the step failed together with another engine's
         self.engine.refuse_after_failure()
 
     def _undo(self) -> None:
         if self._taken is not None:
-            for name in self._taken.deferred - self._taken.added_to:  # unsynchronized: drop it
+            for name in self._taken.deferred - self._taken.added_to:  # not synchronized: drop it
                 self.parameters[name].grad = None
         self.close()
 
     def _stop(self, message: str) -> NoReturn:
-        """Raise an error, which ends an open step."""
+        """Raise an error with this message, and fail the open step with it."""
         error = RuntimeError(f"{OWNER}: {message}")
         self.backward.fail_all(error)
         raise error
@@ -469,7 +469,7 @@ class Steps:
     # Steps outside of a backward
 
     def participate_with_zeros(self) -> None:
-        """Take part in a step in which this rank has no gradients, and keep nothing of it but the state."""
+        """Take part in a step in which this rank has no gradients, and keep only the new state."""
         self._begin(0 if self.engine.sync.takes_weight else None)
         self._end()
         self.wait_for_futures()

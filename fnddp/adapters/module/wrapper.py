@@ -1,4 +1,4 @@
-"""`DistributedDataParallel`: a wrapped module whose gradients are synchronized by a pipeline during backward."""
+"""`DistributedDataParallel`: a wrapped module, with a pipeline that synchronizes its gradients during backward."""
 
 import warnings
 from collections import OrderedDict
@@ -47,43 +47,43 @@ _PREFIX, _SYNC_PREFIX, _PIPELINE = "module.", "sync_state.", "pipeline"
 class DistributedDataParallel(TorchNames):
     """Wrap a module to synchronize its gradients with any pipeline, in place of torch's class of this name.
 
-    Collectives run during backward, as gradients arrive. An unused parameter never makes a step hang: on a rank without
-    a gradient for it, it counts as zero, and where no rank has one, its `.grad` stays as it is, usually None. In a step
-    without an update (`every`) `.grad` is None as well.
+    Collectives run during backward, as gradients arrive. An unused parameter never makes a step hang. If only some
+    ranks have a gradient for it, it counts as zero on the others; if none has, its `.grad` is unchanged, usually None.
+    In a step without an update (`every`), `.grad` is None.
 
-    As with torch's class, only gradients that a backward accumulates in the wrapped parameters are synchronized:
-    `torch.autograd.grad` and `torch.func` return this rank's own. In a functional loop use `value_and_grad`.
+    As with torch's class, only gradients that a backward accumulates in the wrapped parameters are synchronized.
+    `torch.autograd.grad` and `torch.func` return this rank's own gradients; use `value_and_grad` in functional loops.
 
-    `isinstance` of torch's class holds. Its other arguments are accepted without effect: unused parameters are always
-    found, and the plan orders copies and collectives. All ranks must construct it. If one rank's backward raises, the
-    step ends on all: the others raise `StepFailedError` when that rank uses the module again, or `CollectiveError` when
-    it ends or times out. Other ranks do not notice an error in forward or in the loss, before any gradient.
+    `isinstance` checks for torch's class pass. Its other arguments are accepted without effect: unused parameters are
+    always found, and the plan orders copies and collectives. All ranks must construct it. If backward raises on one
+    rank, the step fails on all: the others raise `StepFailedError` when that rank uses the module again, or
+    `CollectiveError` when it exits or times out. They do not notice an error in forward or loss, before any gradient.
 
     Args:
         module: The module. Its parameters and buffers are made equal to the first rank's.
-        device_ids, output_device, dim, process_group, device_mesh: As in torch's class, but outputs stay where the
-            module makes them, and a mesh has one dimension.
-        init_sync: True to verify and broadcast parameters and buffers now. Otherwise they must be equal.
-        forward_sync_buffers: Make buffers equal to the first rank's before forward; None for True. torch's old name is
-            `broadcast_buffers`, and False by that name also skips the first time.
+        device_ids, output_device, dim, process_group, device_mesh: As in torch's class, except that outputs are not
+            moved to another device, and a mesh has one dimension.
+        init_sync: True to verify and broadcast parameters and buffers now. Otherwise they must be equal already.
+        forward_sync_buffers: Copy the first rank's buffers to all ranks before forward; None for True. torch's old name
+            is `broadcast_buffers`; False under that name also skips the copy at construction.
         bucket_cap_mb, bucket_cap_mb_list: Size of a bucket of gradients in MiB, or sizes of the first buckets, in order
-            of arrival; the last one is that of all others. None for 25, and 1 for the first.
+            of arrival; the last size holds for all later buckets. None for 25, and 1 for the first.
         skip_all_reduce_unused_params: Promise that parameters that no rank uses in the first step are never used. They
             are not sent again; a broken promise is an error on all ranks.
-        mixed_precision: torch's `_MixedPrecision`: forward and backward run in `param_dtype`, gradients are those of
-            the full-precision parameters. The plain mean is sent in `reduce_dtype`; other pipelines choose their own.
-            Activation checkpointing fails within it; use torch.autocast.
+        mixed_precision: torch's `_MixedPrecision`: forward and backward run in `param_dtype`, and gradients accumulate
+            in the full-precision parameters. The plain mean is sent in `reduce_dtype`; other pipelines choose the dtype
+            themselves. Activation checkpointing fails with it; use torch.autocast instead.
         sync: The pipeline, or its text. "auto" measures the link between these ranks and the cost of encoding, for
-            about a second, takes the same pipeline as `fnddp.choose`, and logs it. A checkpoint keeps its own. See
-            docs/which-pipeline.md.
+            about a second, chooses the same pipeline as `fnddp.choose`, and logs it. A run that continues from a
+            checkpoint keeps the checkpoint's pipeline. See docs/which-pipeline.md.
         wire: Moves gradients between ranks; torch.distributed by default. It must know the pipeline's group. Buffers
             and `join` always use torch.distributed.
-        backend: Runs the computation between collectives: None for Python, or "inductor" (docs/functional.md). A
-            pipeline that cannot be lowered is then an error.
+        backend: Runs the computation between collectives: None for Python, or "inductor" (docs/functional.md). With a
+            backend, a pipeline that cannot be lowered is an error.
 
     Raises:
         RankMismatchError: On all ranks, if they disagree about the pipeline or the parameters.
-        RuntimeError: No parameter requires a gradient, or one has no shape yet; a group and a mesh are given.
+        RuntimeError: No parameter requires a gradient, or one has no shape yet; both a group and a mesh are given.
         ValueError: Devices do not fit the module; `mixed_precision` contradicts the pipeline.
 
     >>> from fnddp import fp16
@@ -96,10 +96,10 @@ class DistributedDataParallel(TorchNames):
     """
 
     steps_class: ClassVar[type[Steps]] = Steps
-    """Runs its backwards."""
+    """The class that turns its backwards into steps."""
 
     _takes_in_thawed: ClassVar[bool] = True
-    _is_copy = False  # made in a program in which models train
+    _is_copy = False  # True if copied or unpickled where models synchronize on the group already
 
     def __init__(
         self,
@@ -173,13 +173,13 @@ class DistributedDataParallel(TorchNames):
         if mixed_precision is not None:
             torch_private.set_up_mixed_precision(mixed_precision, module)
 
-    # What users call
+    # Public methods
 
     @property
     def sync(self) -> Sync:
-        """The pipeline that runs: reducers that named no process group have the module's, unless that is the default.
+        """The pipeline that runs. Reducers without a process group use the module's, unless that is the default group.
 
-        Set it between steps, on all ranks, to replace the pipeline; the new one starts from its initial state.
+        Set it between steps, on all ranks, to replace the pipeline. The new one starts from its initial state.
 
         Raises:
             RankMismatchError: On all ranks, if they disagree about the new pipeline.
@@ -214,11 +214,11 @@ class DistributedDataParallel(TorchNames):
 
     @torch_private.untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; a backward from its output synchronizes gradients."""
+        """Run the module. A backward from its output synchronizes gradients."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             if self._engine.is_open and torch_private.is_within_backward():
-                return self.module(*inputs, **kwargs)  # activation checkpointing computes it again
-            if torch.is_grad_enabled() or self._backward.has_raised:  # others may evaluate while a thread trains
+                return self.module(*inputs, **kwargs)  # activation checkpointing recomputes it
+            if torch.is_grad_enabled() or self._backward.has_raised:  # other threads may evaluate while one trains
                 self._steps.settle()
             inputs, kwargs = self._before_forward(inputs, kwargs)
             if cast := self._cast_parameters():
@@ -231,9 +231,9 @@ class DistributedDataParallel(TorchNames):
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Add up gradients of forward passes in the block; a backward outside of it synchronizes the sum.
+        """Accumulate gradients of forward passes in the block; the next backward outside it synchronizes the sum.
 
-        This includes parts of the module that are wrapped themselves.
+        This includes submodules that are wrapped themselves.
         """
         before = [(each, each.require_backward_grad_sync) for each in (self, *_parts(self.module))]
         for each, _ in before:
@@ -248,17 +248,17 @@ class DistributedDataParallel(TorchNames):
     def weight(self, count: float) -> Generator[None]:
         """Weight this rank's gradients by `count` in the means of backwards that begin in the block, for `weighted`.
 
-        `with model.weight(tokens): loss.backward()`, where the loss is a mean over so many tokens, gives the gradient
-        of the mean over the tokens of all ranks; after `no_sync`, for all that was accumulated. A part of the module
-        that is wrapped itself has its own `weight`.
+        If the loss is a mean over this many tokens, `with model.weight(tokens): loss.backward()` gives the gradient of
+        the mean over the tokens of all ranks. After `no_sync` the weight holds for all accumulated gradients. A
+        submodule that is wrapped itself has its own `weight`.
 
         Args:
-            count: Number of samples or tokens; 0 is allowed (such a gradient may even be no number), not on all ranks.
+            count: Number of samples or tokens. It may be 0, but not on all ranks; such a gradient may even be NaN.
 
         Raises:
             TypeError: The pipeline is not `weighted`.
-            ValueError: In backward: this rank's weight is missing or invalid, and the others raise StepFailedError; on
-                all ranks: all are 0.
+            ValueError: In backward: this rank's weight is missing or invalid (the others raise StepFailedError); or all
+                weights are 0 (on all ranks).
         """
         require_takes_weight(self.sync, count)
         before, self._steps.weight = self._steps.weight, count
@@ -272,8 +272,8 @@ class DistributedDataParallel(TorchNames):
 
         Args:
             *args, **kwargs: Arguments of `torch.nn.Module.state_dict`.
-            sync_state: Add the pipeline's state, under `sync_state.`. What is local in it is this rank's own, so each
-                rank must save its own then. If "auto" has chosen the pipeline, its text is there too.
+            sync_state: Add the pipeline's state, under `sync_state.`. Local parts of it differ between ranks, so each
+                rank must save its own `state_dict`. If "auto" chose the pipeline, the pipeline's text is added too.
         """
         saved = super().state_dict(*args, **kwargs)
         if sync_state:
@@ -284,14 +284,14 @@ class DistributedDataParallel(TorchNames):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the `state_dict` of this class, of torch's, or of the module itself, whose keys have no `module.`.
+        """Load the `state_dict` of this class, of torch's class, or of the module itself (keys without `module.`).
 
-        All ranks must call it if the state of the pipeline is in it: see `sync_state`.
+        All ranks must call it if it contains the pipeline's state: see `sync_state`.
 
         Raises:
             RankMismatchError: On all ranks, before anything is loaded: they disagree about the pipeline's state.
-            RuntimeError: See `torch.nn.Module.load_state_dict`. The pipeline's state is not loaded then.
-            ValueError: The state of the pipeline in it, if any, is of another pipeline. Nothing is loaded.
+            RuntimeError: See `torch.nn.Module.load_state_dict`. The pipeline's state is then not loaded.
+            ValueError: It contains the state of another pipeline. Nothing is loaded.
         """
         self._settle()
         if assign:
@@ -311,11 +311,11 @@ class DistributedDataParallel(TorchNames):
         is_modules = any(_PREFIX + key in known for key in rest) or not all(key.startswith(_PREFIX) for key in rest)
         target = self.module if is_modules and not known & rest.keys() else self
         loaded = nn.Module.load_state_dict(target, rest, strict, assign)
-        if assign:  # the parameters are others now
+        if assign:  # the parameters are new tensors
             before, promises = self._engine, dict(vars(self._promises))
             trained = _trained(self.module, self.parameters_to_ignore, self._trained.parameters)
             self._use(self.sync, self.sync_state, trained, before.lane)
-            if self._engine.learn_from(before):  # as on ranks that have not replaced their engine
+            if self._engine.learn_from(before):  # consistent with ranks that kept their engine
                 vars(self._promises).update(promises)
         if sync is not self.sync:
             self._adopt(sync)
@@ -335,15 +335,15 @@ class DistributedDataParallel(TorchNames):
         if self._synchronizes:
             self._require_no_placeholders()
         if not self._log.has_stepped:
-            # `Steps` runs the optimizers of torch.distributed.optim._apply_optimizer_in_backward, on synchronized
-            # gradients, and sets these to None, as torch does.
+            # `Steps` runs the optimizers of torch.distributed.optim._apply_optimizer_in_backward on synchronized
+            # gradients, and then sets these gradients to None, as torch does.
             theirs = [p for p in self._trained.parameters.values() if torch_private.optimizers_in_backward(p)]
             if theirs:
                 torch_private.take_over_optimizers_in_backward(theirs)
         if self._synchronizes:
             self._steps.require_same_world()
-            if not self._is_copy:  # which a rank may run alone; its first step connects
-                self._engine.connect()  # of a module that was unpickled, or has another pipeline since
+            if not self._is_copy:  # one rank may run a copy alone; the first step connects
+                self._engine.connect()  # again, if unpickled or given a new pipeline
             self._log.forward_starts()
         with device_of(self.device).selected():
             Join.notify_join_context(self)
@@ -371,7 +371,7 @@ class DistributedDataParallel(TorchNames):
         return torch.is_grad_enabled() and self.require_backward_grad_sync
 
     def _require_no_placeholders(self) -> None:
-        """Raise a RuntimeError if gradients that a training loop applies are those of other tensors than it wrapped."""
+        """Raise a RuntimeError if gradients would accumulate in other tensors than the wrapped parameters."""
         known, tensors = self._trained.parameters, self._slots.tensors()
         others = {name: t for name, t in tensors.items() if t is not known[name]}
         if differentiated := [name for name, t in others.items() if torch_private.is_differentiated(t)]:
@@ -388,7 +388,7 @@ class DistributedDataParallel(TorchNames):
 
     @torch_private.untraced
     def _cast_parameters(self) -> dict[str, Tensor]:
-        """Return the tensors that the module runs with in place of its parameters under mixed precision."""
+        """Return the low-precision tensors that replace the module's parameters under mixed precision."""
         if self.mixed_precision is None or self.mixed_precision.param_dtype is None:
             return {}
         held = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
@@ -398,9 +398,9 @@ class DistributedDataParallel(TorchNames):
     # Set-up
 
     def _take_in_thawed(self) -> None:
-        """Synchronize parameters that were frozen when the module was wrapped, and are not any more.
+        """Synchronize parameters that were frozen when the module was wrapped, but require a gradient now.
 
-        All ranks do so, in the next forward with gradients, where they agree on these parameters.
+        All ranks do so in the next forward with gradients, and compare these parameters there.
         """
         names = self._trained.thawed if torch.is_grad_enabled() else []
         if not (names and self._takes_in_thawed) or isinstance(self._wire, Elastic) or self._join_config.enable:
@@ -446,13 +446,13 @@ class DistributedDataParallel(TorchNames):
         return made[-1]
 
     def _set_up(self, pipeline: Sync, initial: State) -> None:
-        """Make what is neither copied nor pickled, and begin with `pipeline` in the state `initial`."""
+        """Create the attributes that are neither copied nor pickled, and begin with `pipeline` in state `initial`."""
         self._steps = self.steps_class(self._promises)
         self.reducer = reducer(self._steps)
         self._use(pipeline, initial, self._trained)
 
     def _use(self, pipeline: Sync, initial: State, trained: WrappedParameters, lane: Lane | None = None) -> None:
-        """Run `pipeline` from the state `initial` on; if it raises, nothing has changed."""
+        """Run `pipeline` from the state `initial` on. If this raises, nothing has changed."""
         slots = Slots(self.module, trained, OWNER, "wrap the module again")
         engine = Engine(
             pipeline,
@@ -491,7 +491,7 @@ class DistributedDataParallel(TorchNames):
             raise RuntimeError("a backward of this module has not finished")
 
     def __getstate__(self) -> dict[str, Any]:
-        # With the pipeline and its state, which torch's class loses with its hook. Hooks and plans are made again.
+        # Keep the pipeline and its state (torch's class loses them with its hook). Hooks and plans are made again.
         made_again = ("_steps", "_log", "_slots", "reducer")
         attributes = {key: value for key, value in self.__dict__.items() if key not in made_again}
         return {**attributes, "_saved": (self.sync, self.sync_state)}
@@ -504,17 +504,17 @@ class DistributedDataParallel(TorchNames):
         self._set_up(*saved)
 
 
-# So that isinstance and issubclass take it for torch's class, as accelerate, lightning and DCP do to find `module`.
+# Makes isinstance and issubclass treat it as torch's class: accelerate, lightning and DCP find `module` that way.
 TorchDDP.register(DistributedDataParallel)
 
 
 def _trained(module: nn.Module, ignored: set[str], before: Collection[str] = ()) -> WrappedParameters:
-    """Return the parameters to synchronize: those that require a gradient, and those of the names `before`.
+    """Return the parameters to synchronize: those that require a gradient, and those named in `before`.
 
-    Those of a wrapped part of the module are synchronized by that part.
+    A submodule that is wrapped itself synchronizes its own parameters.
     """
     for name, part in module.named_modules():
-        if TorchDDP in type(part).__mro__:  # isinstance is also true of ours
+        if TorchDDP in type(part).__mro__:  # isinstance also holds for ours
             raise _shared_with_torch(f"the part {name!r} of the module" if name else "the module")
     theirs = {parameter for part in _parts(module) for parameter in part._trained.all()}  # pyright: ignore[reportPrivateUsage]
     return WrappedParameters.of(module, ignored, theirs, before)

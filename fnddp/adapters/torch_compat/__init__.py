@@ -1,1 +1,1 @@
-"""`DistributedDataParallel`: a wrapped module whose backward passes are steps of a pipeline."""
+"""Compatibility of `DistributedDataParallel` with torch's class: arguments, logging data and names."""

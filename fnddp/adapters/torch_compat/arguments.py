@@ -1,4 +1,4 @@
-"""Checks of the constructor's arguments, as torch's `DistributedDataParallel` reads them."""
+"""Check the constructor's arguments, with the rules of torch's `DistributedDataParallel`."""
 
 import warnings
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ T = TypeVar("T")
 def checked_group(
     process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, module: nn.Module
 ) -> dist.ProcessGroup | None:
-    """Return the process group, None for the default one; parameters that the rest of a mesh shards become local."""
+    """Return the process group, None for the default one. Make parameters that a parent mesh shards local tensors."""
     if mesh is None:
         return process_group
     if process_group is not None:
@@ -37,7 +37,7 @@ def checked_group(
 def checked_devices(
     module: nn.Module, parameters: Sequence[nn.Parameter], device_ids: list[Any] | None, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
-    """Return the indices of the inputs' device and of the output's; None if inputs stay where they are."""
+    """Return the device indices for inputs and for the output; None if inputs are not moved."""
     if isinstance(device_ids, Sync):
         raise TypeError(
             f"{OWNER}: the second argument is device_ids, as in torch's class; give the pipeline by name: "
@@ -67,7 +67,7 @@ def checked_devices(
 
 
 def checked_buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Return whether buffers are made equal before forward, and whether they are when the module is wrapped."""
+    """Return whether buffers are broadcast before each forward, and whether they are when the module is wrapped."""
     if broadcast_buffers is not None:
         warnings.warn(
             "`broadcast_buffers` is deprecated in torch 2.13, and ignored where `forward_sync_buffers` is given; use "
@@ -83,7 +83,7 @@ def checked_buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: b
 
 
 def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None) -> tuple[int, ...]:
-    """Return bytes of the first buckets, the last for all others too: the list wins; with neither, 1 and 25 MiB."""
+    """Return the sizes of buckets in bytes (the last for all later ones). The list has priority; default 1, 25 MiB."""
     sizes: list[float] = list(bucket_cap_mb_list or ([1, 25] if bucket_cap_mb is None else [bucket_cap_mb]))
     if min(sizes) <= 0:
         raise ValueError(f"{OWNER}: buckets must have a positive size in MiB, got {sizes}")
@@ -91,7 +91,7 @@ def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | Non
 
 
 def with_wire_dtype(sync: T, mixed_precision: Any) -> T | Sync:
-    """Return the pipeline under `mixed_precision`: a plain mean travels in its `reduce_dtype`, as in torch."""
+    """Return the pipeline for `mixed_precision`: a plain mean is sent in its `reduce_dtype`, as in torch."""
     if mixed_precision is None:
         return sync
     if sync == allreduce:

@@ -26,14 +26,14 @@ class Log:
 
     Attributes:
         facts: Values by torch's keys; times are in nanoseconds.
-        sample_rate: Steps from one sample to the next, after the first steps, which are all sampled.
+        sample_rate: Number of steps from one sample to the next. The first steps are all sampled.
     """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self.sample_rate = 100
         self.facts: dict[str, Any] = {"iteration": 0, **facts}
         self._step = self._sampled = 0
-        self._at: dict[str, int] = {}  # times of the moments of this step; empty if it is not sampled
+        self._at: dict[str, int] = {}  # times of events in this step; empty if it is not sampled
 
     @property
     def has_stepped(self) -> bool:
@@ -42,7 +42,7 @@ class Log:
 
     @contextmanager
     def errors(self) -> Generator[None]:
-        """Log an exception that the block raises, and let it propagate."""
+        """Log an exception that leaves the block, and let it propagate."""
         try:
             yield
         except BaseException as error:
@@ -57,7 +57,7 @@ class Log:
         self._note("backward_compute_time_start")
 
     def note_sending(self, step: Step) -> None:
-        """Note the time at which `step` is first seen to have sent something."""
+        """Record the first time at which `step` has sent something."""
         if self._at and "backward_comm_time_start" not in self._at and step.has_sent:
             self._note("backward_comm_time_start")
 
@@ -69,7 +69,7 @@ class Log:
             self._at.setdefault(moment, time.time_ns())
 
     def step_ends(self, engine: Engine, unused: Iterable[str]) -> None:
-        """Log the times and buckets of a sampled step; `unused`: names of unused parameters."""
+        """Log the times and buckets of a sampled step; `unused` are the names of unused parameters."""
         at, self._at = self._at, {}
         if at.keys() >= {"backward_compute_time_start", "backward_compute_time_end"}:
             begins, ends = at["backward_compute_time_start"], at["backward_compute_time_end"]
@@ -110,7 +110,7 @@ def environment(group: dist.ProcessGroup | None) -> dict[str, Any]:
     facts = {"world_size": group.size(), "rank": group.rank(), "backend_name": dist.get_backend(group)}
     is_gloo = facts["backend_name"] == "gloo"
     names = (*_ENVIRONMENT, *_GLOO_ENVIRONMENT) if is_gloo else _ENVIRONMENT
-    threads = {"gloo_num_threads": 2} if is_gloo else {}  # torch's ProcessGroupGloo starts so many for each device
+    threads = {"gloo_num_threads": 2} if is_gloo else {}  # torch's ProcessGroupGloo starts 2 for each device
     return {**facts, **threads, **{name.lower(): os.environ.get(name, "N/A") for name in names}}
 
 

@@ -37,27 +37,27 @@ _BUILTIN_HOOKS: dict[Any, Sync] = {
 
 
 def reducer(steps: Steps) -> SimpleNamespace:
-    """Return an object in the place of torch's reducer, with the methods that tools call; it reduces nothing."""
+    """Return a replacement for torch's reducer, with the methods that tools call. It reduces nothing."""
 
     def prepare_for_backward(_: Sequence[Tensor]) -> None:
         steps.is_armed = True
 
     return SimpleNamespace(
         prepare_for_backward=prepare_for_backward,
-        _delay_all_reduce=lambda: None,  # lightning: after the first backward of a static graph, which has synchronized
+        _delay_all_reduce=lambda: None,  # lightning calls it after a static graph's first backward; nothing to do
         _rebuild_buckets=lambda: False,
         _ddp_graph_static=lambda: steps.promises.is_static,
     )
 
 
 class TorchNames(HasPipeline, nn.Module, Joinable):
-    """Attributes and methods of torch's class that are not about synchronizing with a pipeline."""
+    """Attributes and methods of torch's class that do not involve pipelines."""
 
     broadcast_bucket_size = control.BROADCAST_BYTES
     use_side_stream_for_tensor_copies = True  # in `to_kwargs`
     should_finalize_after_backward = False
 
-    # Torch's own, which read the other names here.
+    # torch's own. They read the other names of this class.
     join_device = TorchDDP.join_device  # pyright: ignore[reportIncompatibleMethodOverride]
     join_process_group = TorchDDP.join_process_group  # pyright: ignore[reportIncompatibleMethodOverride]
     will_sync_module_buffers = TorchDDP.will_sync_module_buffers
@@ -79,11 +79,11 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
     _slots: Slots
     _steps: Steps
     _log: Log
-    _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None  # in the place of the broadcast
+    _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None  # replaces the broadcast
     _buffer_location = HookLocation.PRE_FORWARD
-    _divides_by_initial_world_size = True  # within join, a mean is over all ranks, with inputs or without
+    _divides_by_initial_world_size = True  # within join, a mean is over all ranks, even those without inputs
     require_backward_grad_sync: bool
-    require_forward_param_sync: bool  # the next forward makes buffers equal, as it does after one that synchronizes
+    require_forward_param_sync: bool  # True if the next forward broadcasts buffers: after a synchronizing one
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -97,11 +97,11 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
             "call fnddp.integrations.huggingface.prepare(accelerator, sync), and give it the module itself"
         )
 
-    # The end of a backward, from torch 2.15
+    # End of a backward (torch 2.15 and later)
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """False: a step ends with its backward."""
+        """False, because a step ends with its backward."""
         return False
 
     @require_manual_backward_finalization.setter
@@ -110,7 +110,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
             self.finalize_backward()
 
     def finalize_backward(self) -> None:
-        """Raise the RuntimeError that torch's class raises unless the caller is to end its backwards."""
+        """Raise a RuntimeError, as torch's class does if the caller is not required to end backwards."""
         raise RuntimeError(
             f"{OWNER}: a step ends with its backward, where all ranks agree on it, so that none is left to the caller; "
             "leave out finalize_backward() and require_manual_backward_finalization"
@@ -121,18 +121,18 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
     def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
         """See `torch.nn.parallel.DistributedDataParallel.join`.
 
-        Where a backward has failed, and its error was caught, ranks go on, those without inputs, too.
+        If a backward fails and the error is caught, all ranks continue, including those without inputs.
         """
         block = ExitStack()
         block.enter_context(TorchDDP.join(self, *args, **kwargs))  # pyright: ignore[reportArgumentType]
-        block.callback(self._settle)  # for the others, before this rank follows them
+        block.callback(self._settle)  # notifies the others, before this rank follows them
         return block
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """See `torch.distributed.algorithms.Joinable`.
 
-        Ranks without inputs take part in the others' steps with zeros. A pipeline's own state goes on: an error
-        feedback residual of theirs is still sent, nothing is lost, and what is replicated stays equal.
+        Ranks without inputs take part in the others' steps with zeros. Their pipeline's state continues: a residual of
+        error feedback is still sent, so nothing is lost, and replicated parts stay equal.
         """
         self._divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         hook = JoinHook()
@@ -140,7 +140,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         return hook
 
     def _follow_others(self) -> None:
-        """Take part in one forward and backward of the ranks that have inputs."""
+        """Take part in one forward and backward of the ranks that still have inputs."""
         with device_of(self.device).selected():
             self._sync_buffers(HookLocation.PRE_FORWARD, has_inputs=False)
             synchronizes = control.total(0, self._group) > 0
@@ -149,11 +149,11 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
             self._sync_buffers(HookLocation.POST_FORWARD, has_inputs=False)
             self.require_forward_param_sync = synchronizes
             if synchronizes:
-                with suppress(StepFailedError):  # the rank that has failed may go on with its next inputs
+                with suppress(StepFailedError):  # the failed rank may continue with its next inputs
                     self._steps.participate_with_zeros()
 
     def _copy_last_joiner(self, is_last_joiner: bool) -> None:
-        """Copy parameters and buffers from a rank that has seen the last input."""
+        """Copy parameters and buffers from a rank that had the last inputs."""
         with device_of(self.device).selected():
             self._steps.wait_for_futures()
             named = dict(self.module.named_parameters())
@@ -163,23 +163,23 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         self._join_config = torch_private.JoinConfig.construct_disabled_join_config()
 
     def _source_of_buffers(self, has_inputs: bool) -> int:
-        """Return the last rank that has inputs, within join: its buffers are right."""
+        """Return the highest rank that has inputs, within join. Its buffers are current."""
         return control.highest(groups.rank(self._group) if has_inputs else -1, self._group)
 
     def _share_of_inputs(self) -> float:
-        """Return the factor of this rank's gradients within join."""
+        """Return the factor for this rank's gradients within join."""
         left = control.total(int(torch.is_grad_enabled() and self.require_backward_grad_sync), self._group)
         return 1.0 if self._divides_by_initial_world_size or not left else groups.world_size(self._group) / left
 
     def _sync_buffers(self, location: HookLocation, *, has_inputs: bool = True) -> None:
-        """Make the buffers equal, or run the hook in the place of that, where it is due before or after a forward."""
+        """Broadcast buffers, or run the hook that replaces this, if due at `location` (before or after forward)."""
         if location != self._buffer_location or not any(self._slots.buffers) or not self.will_sync_module_buffers():
             return
         named = self.named_module_buffers
         if dist.is_initialized():
             self._steps.require_same_world()
         try:
-            # Backward has saved some of them: it must not find that they have changed.
+            # Autograd has saved some of them for backward, and must not notice that they changed.
             with torch.no_grad(), torch_private.keeping_versions(list(named.values())):
                 if self._buffer_hook is not None:
                     self._steps.futures += self._buffer_hook(named) or ()
@@ -196,16 +196,16 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
     # Hooks
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Set `sync` to `fnddp.from_hook(hook, state)`, on all ranks: torch's way to a pipeline.
+        """Set `sync` to `fnddp.from_hook(hook, state)`. All ranks must call it, as with torch's class.
 
-        The hook runs when all gradients are there. It is called once for each dtype, not for each bucket.
+        The hook runs when all gradients are complete. It is called once for each dtype, not for each bucket.
 
         Args:
             state: The hook's first argument.
             hook: `hook(state, bucket) -> Future[Tensor]`.
 
         Raises:
-            RuntimeError: There is a pipeline or a hook already.
+            RuntimeError: The module has a pipeline or a hook already.
             TypeError: `hook` is not callable.
         """
         if not callable(hook):
@@ -240,12 +240,12 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers by name, looked up each time, since modules assign new ones."""
+        """The buffers by name, looked up at each access because modules may assign new ones."""
         return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """The buffers."""
+        """The module's buffers."""
         return list(self.named_module_buffers.values())
 
     def _default_broadcast_coalesced(
@@ -281,4 +281,4 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         self.static_graph = True
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Do nothing: outputs are not copied."""
+        """Do nothing, because outputs are not copied."""

@@ -1,8 +1,8 @@
-"""Pass 5: few large collectives instead of many small ones.
+"""Pass 5: combine many small collectives into few large ones.
 
-Collectives of one bucket that have the same depth, kind, device, group and operation share a flat buffer; those that
-compute something also need the same dtype, the others are bytes. They are independent by construction: a collective is
-deeper than those it depends on. XLA's all-reduce combiner does the same; the buckets are those of torch's DDP.
+Collectives of one bucket with the same depth, kind, device, group and operation share a flat buffer. Those that reduce
+also need the same dtype; the others send bytes. They are independent by construction, because a collective is deeper
+than those it depends on. XLA's all-reduce combiner does the same; the buckets are those of torch's DDP.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,16 +23,16 @@ _wait: Any = functional_collectives.wait_tensor.default
 
 
 class Reach(NamedTuple):
-    """The dependences of a node: inputs of the graph (a bit for each), and the longest chain of collectives."""
+    """The dependencies of a node: inputs of the graph (one bit each), and the longest chain of collectives."""
 
     leaves: int
     depth: int
 
 
 def reaches(graph: fx.Graph, weight: fx.Node | None) -> dict[fx.Node, Reach]:
-    """Return the reach of each node of a traced graph. A collective has its payload's depth, its result one more.
+    """Return the reach of each node of a traced graph. A collective has the depth of its payload, its result one more.
 
-    What depends on the `weight` alone is of depth -1: its collective goes ahead of all gradients.
+    Nodes that depend on the `weight` only have depth -1, because its collective is sent before all gradients.
     """
     reach: dict[fx.Node, Reach] = {}
     first = 0 if weight is None else -1
@@ -47,7 +47,7 @@ def reaches(graph: fx.Graph, weight: fx.Node | None) -> dict[fx.Node, Reach]:
 
 
 class Traced(NamedTuple):
-    """A collective of a traced graph: its node and those of its result and payload; other fields as in `Collective`."""
+    """A collective of a traced graph: the nodes of its start, result and payload; other fields as in `Collective`."""
 
     node: fx.Node
     waited: fx.Node
@@ -58,10 +58,10 @@ class Traced(NamedTuple):
 
 
 class BufferKey(NamedTuple):
-    """The key of collectives that share a buffer, which sorts them in the order in which they are issued.
+    """A key, equal for collectives that share a buffer. Sorting by it gives the order in which they are issued.
 
-    By slot, then depth: a bucket's second round is issued behind the next bucket's first. Names of groups are no part,
-    since they may differ between ranks: collectives of several groups keep the order of the trace.
+    It sorts by slot, then depth: a bucket's second round is issued after the next bucket's first. It has no names of
+    groups, because these may differ between ranks: collectives of several groups keep the order of the trace.
     """
 
     slot: int
@@ -73,11 +73,11 @@ class BufferKey(NamedTuple):
 
 
 def combine(draft: Draft) -> Draft:
-    """Replace the collectives of a traced graph by combined ones; raise a LoweringError for one of no known kind."""
+    """Replace the collectives of a traced graph by combined ones; raise a LoweringError for an unknown kind."""
     graph, paths, buckets = draft.graph, draft.paths, draft.request.buckets
     reach = reaches(graph, draft.weight)
     arrival = {path: position for position, path in enumerate(buckets)}
-    ours = (1 << len(paths)) - 1  # bits of the leaves: other placeholders are the state
+    ours = (1 << len(paths)) - 1  # bits of the leaves; other placeholders are state
 
     def leaves_of(node: fx.Node) -> list[str]:
         mask = reach[node].leaves & ours
@@ -86,7 +86,7 @@ def combine(draft: Draft) -> Draft:
     groups: dict[tuple[BufferKey, str | None, str | None], list[Traced]] = {}
     for traced in _traced(draft):
         depth, like = reach[traced.node].depth, value(traced.payload)
-        bucket = max((buckets[path] for path in leaves_of(traced.node)), default=0)  # the first one's, without any
+        bucket = max((buckets[path] for path in leaves_of(traced.node)), default=0)  # 0 without leaves
         dtype = str(like.dtype) if traced.kind.computes else ""
         key = BufferKey(bucket + depth, depth, bucket, traced.kind.name, dtype, str(like.device))
         groups.setdefault((key, traced.op, traced.group), []).append(traced)
@@ -126,18 +126,18 @@ def _traced(draft: Draft) -> list[Traced]:
 
 
 def _alignment(traced: Traced) -> tuple[int, bool, int]:
-    # Payloads with larger alignment first, so that all are aligned without gaps, for vector instructions and views as
-    # other dtypes. Light ones side by side, since one operation may run on the memory of all of them.
+    # Payloads with larger alignment come first, so that all are aligned without gaps, for vector instructions and views
+    # as other dtypes. Light ones are side by side, so that one operation can run on the memory of all of them.
     numel = value(traced.payload).numel()
     return value(traced.payload).dtype.itemsize, not is_light(traced.payload), min(numel & -numel, 64)
 
 
 ALIGNMENT, BETTER_ALIGNMENT = 16, 128  # bytes
-MOST_PADDING = 0.01  # of a row, for the better one
+MOST_PADDING = 0.01  # fraction of a row, for the better alignment
 
 
 def _padding(width: int, itemsize: int) -> int:
-    """Return how many columns to add to a row, so that all rows begin where NCCL is fast, and where each dtype may."""
+    """Return the number of columns to add to a row, so that all rows are aligned for each dtype and for fast NCCL."""
     padding = -width % (BETTER_ALIGNMENT // itemsize)
     return padding if padding < MOST_PADDING * width else -width % (ALIGNMENT // itemsize)
 
@@ -173,7 +173,7 @@ def _laid_out(index: int, key: BufferKey, members: Sequence[Traced], labels: Seq
 
 def _replace(graph: fx.Graph, members: Sequence[Traced], collective: Collective) -> None:
     with graph.inserting_before(graph.output_node()):
-        # The present arguments: those that were results of other collectives have been replaced.
+        # Read the arguments now: those that were results of other collectives have been replaced.
         arguments: Any = ([traced.node.args[0] for traced in members], collective)
         launched = graph.call_function(launch, arguments)
         launched.meta["val"] = [value(traced.waited) for traced in members]
@@ -182,7 +182,7 @@ def _replace(graph: fx.Graph, members: Sequence[Traced], collective: Collective)
             like = value(traced.waited)
             if not collective.has_gaps:
                 result.meta["val"] = like
-            else:  # a column of the buffer: what follows was traced on a tensor without gaps
+            else:  # columns of the buffer: later nodes were traced without gaps
                 rows, width = collective.received_shape(position)
                 result.meta["val"] = fake_like(like, (rows, width), 2 * width)
                 options = {"memory_format": torch.contiguous_format}

@@ -1,6 +1,6 @@
-"""Pass 9: the code of every segment, as a function of named values.
+"""Pass 9: write the code of each segment, as a function of named values.
 
-It is straight-line Python code of calls, which frees each value when it has been read for the last time.
+It is straight-line Python code that consists of calls, and it frees each value after its last read.
 """
 
 import linecache
@@ -36,17 +36,17 @@ from fnddp.plan.passes.place import COPIES, PRODUCTS, elementwise
 from fnddp.torch_private import FOREACH, foreach_copy
 
 aten: Any = torch.ops.aten
-# The same operations, called faster: plans of many small leaves call them once or more for each.
+# Faster calls of the same operations, because plans of many small leaves call them once or more per leaf.
 _QUICK: dict[Any, Any] = {
     aten.mm.default: torch.mm,
     aten.bmm.default: torch.bmm,
     aten.transpose.int: torch.transpose,
 }
-_SHOWN = ("dtype", "alpha", "beta")  # options of operations that change what they compute
+_SHOWN = ("dtype", "alpha", "beta")  # options of operations that change the result
 
 
 def emit(draft: Draft) -> tuple[Segment, ...]:
-    """Return the segments of the plan: the last pass."""
+    """Return the segments of the plan. This is the last pass."""
     kept = {name_of(node, draft.names) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
     kept |= {name_of(memory, draft.names) for memory in draft.placement.memories.values()}
     segments: list[Segment] = []
@@ -77,7 +77,7 @@ def emit(draft: Draft) -> tuple[Segment, ...]:
 
 
 def name_of(node: Any, inputs: dict[fx.Node, Name]) -> Any:
-    """Return the name of the value of `node`; names and numbers are themselves."""
+    """Return the name of the value of `node`; return names and numbers unchanged."""
     if not isinstance(node, fx.Node):
         return node
     if node.target is take:
@@ -91,16 +91,16 @@ def _persists(name: Name) -> bool:
 
 
 class Variable(str):
-    """A name in a script."""
+    """The name of a variable in a script."""
 
 
 class Script:
-    """The body of a function while it is written."""
+    """The body of a function that is being written."""
 
     def __init__(self) -> None:
-        self._lines: list[tuple[str, list[Variable], set[Variable]]] = []  # with the variables made and read
+        self._lines: list[tuple[str, list[Variable], set[Variable]]] = []  # line, variables made, variables read
         self._scope: dict[str, Any] = {}
-        self._names: dict[int, str] = {}  # names in the scope, by id of the value
+        self._names: dict[int, str] = {}  # names of constants in the scope, by id
         self._count = 0
 
     def variable(self) -> Variable:
@@ -108,7 +108,7 @@ class Script:
         return Variable(f"v{self._count}")
 
     def call(self, function: Callable[..., Any], arguments: Any, options: Any = MappingProxyType({})) -> Variable:
-        """Add a call; return the variable of its result. Arguments are variables, constants, and lists of them."""
+        """Add a call and return the variable of its result. Arguments are variables, constants, or lists of them."""
         made = self.variable()
         self._add(made, [made], function, arguments, options)
         return made
@@ -120,12 +120,12 @@ class Script:
         return made
 
     def divide(self, memory: Variable, number: Any) -> None:
-        """Add a division in place; a rank alone, whose number is 1, needs no pass over memory for it."""
+        """Add a division in place, skipped at run time if the number is 1, as for a single rank."""
         made = self.variable()
         self._add(made, [made], torch.div, [memory, number], {"out": memory}, unless=f"{number} == 1 or ")
 
     def function(self, inputs: Iterable[Variable], outputs: Sequence[Variable]) -> Callable[..., tuple[Any, ...]]:
-        """Return the script as a function of `inputs`, which returns a tuple of `outputs`."""
+        """Return the script as a function of `inputs` that returns a tuple of `outputs`."""
         kept, lines = set(outputs), list[str]()
         for line, made, read in reversed(self._lines):
             done = sorted({*made, *read} - kept)
@@ -134,9 +134,9 @@ class Script:
         returned = "".join(f"{variable}, " for variable in outputs)
         scope = dict(self._scope)
         code = "\n".join([f"def run({', '.join(inputs)}):", *reversed(lines), f" return ({returned})"])
-        file = f"<plan {id(scope):x}>"  # unique as long as the function lives, which holds the scope
+        file = f"<plan {id(scope):x}>"  # unique while the function lives: it holds the scope
         exec(compile(code, file, "exec"), scope)
-        run = scope.pop("run")  # or the function and its scope would be a cycle
+        run = scope.pop("run")  # otherwise the function and its scope would form a cycle
         linecache.cache[file] = len(code), None, code.splitlines(keepends=True), file  # for tracebacks and debuggers
         weakref.finalize(run, linecache.cache.pop, file, None).atexit = False
         return run
@@ -162,12 +162,12 @@ class Script:
     def _constant(self, value: Any) -> str:
         if id(value) not in self._names:
             self._names[id(value)] = f"c{len(self._names)}"
-            self._scope[self._names[id(value)]] = value  # which keeps the value alive, so that its id stays unique
+            self._scope[self._names[id(value)]] = value  # keeps the value alive, so that its id stays unique
         return self._names[id(value)]
 
 
 class _Copy(NamedTuple):
-    """A copy of the value of a node, in the shape of its place."""
+    """A copy of a node's value into a place, in the shape of that place."""
 
     source: fx.Node
     place: Name
@@ -176,7 +176,7 @@ class _Copy(NamedTuple):
 
 
 class _Emitter:
-    """The code of one segment while it is written, with the variables of all values that it uses."""
+    """The code of one segment that is being written, with the variables of all values that it uses."""
 
     def __init__(self, segment: DraftSegment, draft: Draft, reads: Counter[fx.Node]) -> None:
         self._reads = reads
@@ -211,7 +211,7 @@ class _Emitter:
         self._record(node)
 
     def _write(self, node: fx.Node, arguments: Any, options: Any, place: Variable) -> Variable:
-        if self._is_compiled:  # Inductor fuses the copy, and takes no `out` with gaps
+        if self._is_compiled:  # Inductor fuses the copy, and refuses an `out` with gaps
             made = self.script.call(_QUICK.get(node.target, node.target), arguments, options)
             return self.script.call(aten.copy_.default, [place, made])
         writing = PRODUCTS.get(node.target) or elementwise(node.target)
@@ -258,7 +258,7 @@ class _Emitter:
     def _destination(self, target: Any, node: fx.Node) -> Variable:
         where = self._value(target) if isinstance(target, fx.Node) else self._input(target)
         if isinstance(target, Scratch) and self._placement.scratch[target] != LeafSpec.of(value(node)):
-            nbytes = value(node).numel() * value(node).element_size()  # of the memory, which other results may use too
+            nbytes = value(node).numel() * value(node).element_size()  # a slice: other results may use the memory too
             some = self.script.call(aten.slice.Tensor, [where, 0, 0, nbytes])
             typed = self.script.call(aten.view.dtype, [some, value(node).dtype])
             return self.script.call(aten.view.default, [typed, list(value(node).shape)])
@@ -269,13 +269,13 @@ class _Emitter:
         return self.script.call(aten.view.default, [where, list(value(node).shape)])
 
     def _pack(self, source: fx.Node) -> None:
-        """Copy a large result into the buffers that it is sent in."""
+        """Copy a large result into the buffers that send it."""
         for collective, position in self._placement.payloads.get(source, ()):
             if Sent(collective.index, position) != self._placement.targets.get(source):
                 self._copy_into([(source, collective, position)])
 
     def _pack_the_rest(self, launched: fx.Node) -> None:
-        """Copy what is not in the buffer: small results, gradients, parts of the state, results of collectives."""
+        """Copy all other payloads into the buffer: small results, gradients, parts of the state, received results."""
         sources, collective = launch_of(launched)
         rest = [
             (source, collective, position)
@@ -314,7 +314,7 @@ class _Emitter:
         self._record_copy(copies[0].place, copies[0].source, len(copies))
 
     def _fills(self, copy: _Copy) -> bool:
-        """Return True if a gradient may be copied when it arrives: a small one that nothing else reads or writes."""
+        """Return True if a gradient may be copied when it arrives: it is small, and nothing else reads or writes it."""
         grad, source = value(copy.source), copy.source
         is_alone = self._reads[source] == 1 and source not in self._placement.overwritten
         is_plain = tuple(copy.shape) == tuple(grad.shape) and not grad.dtype.is_complex
@@ -357,7 +357,7 @@ class _Emitter:
 
 
 def _spans(places: Iterable[Any]) -> Iterator[PayloadRange]:
-    """Yield spans of payloads that are neighbours in a buffer."""
+    """Yield ranges of payloads that are adjacent in a buffer."""
     ordered = enumerate(sorted(places, key=lambda place: (place.collective, place.position)))
     for _, run in groupby(ordered, lambda at: (at[1].collective, at[1].position - at[0])):
         neighbours = [place for _, place in run]

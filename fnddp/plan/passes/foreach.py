@@ -1,8 +1,8 @@
-"""Pass 8: one operation for many small tensors.
+"""Pass 8: use one operation for many small tensors.
 
-On a small tensor an operation costs what it costs to call it, so those of a segment that are alike except for their
-leaf become one of torch's `_foreach` operations, which gives the same bits. (On a large tensor they would only be
-further from the cache.) The order has put them side by side; here it is checked that none writes what another reads.
+An operation on a small tensor costs its call. So operations of a segment that differ only in their leaf become one of
+torch's `_foreach` operations, with the same bits. (For large tensors this would only lose the cache.) The pass `order`
+has put them side by side; this pass checks that none writes memory that another reads.
 """
 
 import math
@@ -25,13 +25,13 @@ aten: Any = torch.ops.aten
 
 def foreach(draft: Draft) -> Draft:
     """Find batches of operations that run as one `_foreach` operation."""
-    if draft.request.backend == "inductor":  # compiled into loops, without a call for each operation
+    if draft.request.backend == "inductor":  # it compiles loops, without a call per operation
         return draft
     placement = draft.placement
     returned = {placement.memory(node) for node in output_nodes(draft.graph) if isinstance(node, fx.Node)}
     for segment in draft.segments:
         draft.batches |= {members[0]: members for members in _alike(segment.nodes, placement, returned)}
-    # A `_foreach` copy writes into given memory: copies without a place get scratch memory.
+    # A `_foreach` copy writes into existing memory, so copies without a place get scratch memory.
     for node in [node for members in draft.batches.values() for node in members if node.target in COPIES]:
         if node not in placement.targets:
             placement.targets[node] = placement.stored_in[node] = Scratch(node.name)
@@ -48,7 +48,7 @@ def is_in_place(node: fx.Node, placement: Placement) -> bool:
 
 
 def _alike(nodes: Sequence[fx.Node], placement: Placement, returned: set[Any]) -> Iterator[tuple[fx.Node, ...]]:
-    """Yield neighbours that are the same operation on other tensors, by the kind of place that they write to."""
+    """Yield batches of neighbours: the same operation on different tensors, written to the same kind of place."""
 
     def kind(node: fx.Node) -> object:
         return kind_of(node) if _may_be_joined(node, placement, returned) else node
@@ -69,7 +69,7 @@ def _may_be_joined(node: fx.Node, placement: Placement, returned: set[Any]) -> b
     if node.target in COPIES:
         return node in placement.targets or placement.memory(node) not in returned
     if node.kwargs and not is_tensor(node.args[-1]) and not is_whole(node, placement):
-        return False  # alpha, and a number
+        return False  # it has both alpha and a number
     made, tensors = value(node), [value(arg) for arg in node.args if is_tensor(arg)]
     is_plain = all((t.shape, t.dtype, t.device) == (made.shape, made.dtype, made.device) for t in tensors)
     return node.target in FOREACH and is_plain and _has_same_bits(node, placement)
@@ -83,27 +83,27 @@ def _has_same_bits(node: fx.Node, placement: Placement) -> bool:
         return device_of(made.device).divides_lists_alike
     if node.target is not aten.mul.Tensor or made.dtype not in (torch.bfloat16, torch.float16):
         return True
-    # The CPU's rounds a factor to 16 bits first.
+    # The CPU's `_foreach_mul` rounds a factor to 16 bits first.
     return isinstance(number, int | float) and _is_exact(number, torch.finfo(made.dtype))
 
 
 def _is_exact(number: float, info: torch.finfo) -> bool:
-    digits = math.frexp(number)[0] * 2 / info.eps  # a whole number if none is rounded off
+    digits = math.frexp(number)[0] * 2 / info.eps  # an integer if no digit is rounded off
     return info.smallest_normal <= abs(number) <= info.max and digits.is_integer()
 
 
 def is_whole(node: fx.Node, placement: Placement) -> bool:
-    """Return whether an operation with a number may take several results as one tensor: in a buffer."""
+    """Return whether an operation with a number may treat several results, stored in a buffer, as one tensor."""
     by_number = node.target in FOREACH and not is_tensor(node.args[1])
-    # Where nothing is computed on the way, a buffer is bytes.
+    # If the collective computes nothing, its buffer consists of bytes.
     is_sent = any(user.target is launch and launch_of(user)[1].kind.computes for user in node.users)
     return by_number and is_sent and isinstance(placement.targets.get(node), Sent)
 
 
 def _independent(nodes: Iterable[fx.Node], placement: Placement) -> Iterator[list[fx.Node]]:
-    """Yield runs of neighbours of which none makes or writes what another reads.
+    """Yield runs of neighbours in which no operation makes or writes memory that another reads.
 
-    Nor may one write what it reads itself, except for its first operand, which is copied to its place beforehand.
+    None may write memory that it reads itself, except its first operand: that is copied to the place beforehand.
     """
     run: list[fx.Node] = []
     written: set[Any] = set()

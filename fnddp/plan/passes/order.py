@@ -1,15 +1,15 @@
 """Pass 6: one total order of everything, the same on all ranks.
 
-A bucket of gradients arrives in the slot of its number; a collective of depth d is issued d slots after its bucket, and
-what the next round needs of its result is computed one slot later. So a bucket's second round is issued behind the next
-bucket's first: a software pipeline, in which the wire is busy with one bucket while the other is computed. Means and
-the next state, which no collective needs, come last, when all collectives are complete and the step can no longer fail
-on another rank: until then nothing is written over, and no encoding waits for a collective.
+Bucket i of gradients arrives in slot i. A collective of depth d is issued d slots after its bucket, and the input of
+the next round is computed from its result one slot later. So a bucket's second round is issued after the next bucket's
+first: a software pipeline, in which the wire is busy with one bucket while another is computed. Means and the next
+state come last, when all collectives are complete and the step can no longer fail on another rank. No collective needs
+them, and until then nothing is written over, and no encoding waits for a collective.
 
-The cost of an operation on small tensors is its call, so alike ones run side by side, for a later pass to join: those
-of a bucket wait for its last gradient (but for copies, which the CPU makes as gradients arrive: see `Segment.fills`).
-The cost of an operation on large tensors is its pass over memory, so each runs as soon as it can, while its operands
-are in the cache and its result is soon free.
+An operation on small tensors costs its call, so equal operations are put side by side for a later pass to join. Those
+of a bucket wait for its last gradient (except copies, which the CPU makes as gradients arrive: see `Segment.fills`).
+An operation on large tensors costs its pass over memory, so each runs as soon as it can, while its operands are in the
+cache, and so that the memory of its result is soon free.
 """
 
 import heapq
@@ -35,16 +35,16 @@ from fnddp.plan.graph import (
 
 
 class Position(NamedTuple):
-    """The place of a node in the order: slot by slot, collectives of earlier rounds first, leaves as they arrive.
+    """The place of a node in the order: by slot, then collectives of earlier rounds first, then order of arrival.
 
-    Nodes that only a mean needs follow those of the state: a mean may then take the memory of its gradient's residual.
+    Nodes that only a mean needs follow those of the state, so that a mean may use the memory of a residual.
     """
 
     slot: int
     depth: int
     arrival: float
     only_for_mean: bool = False
-    launched: int = -1  # the number of the collective
+    launched: int = -1  # the index of the collective
 
 
 def order(draft: Draft) -> Draft:
@@ -70,7 +70,7 @@ def order(draft: Draft) -> Draft:
 def _positions(
     graph: fx.Graph, paths: Sequence[str], buckets: Mapping[str, int], weight: fx.Node | None
 ) -> tuple[dict[fx.Node, Position], dict[fx.Node, float]]:
-    """Return the position of each node, and the last leaf that it depends on, by its place in the order of arrival."""
+    """Return for each node its position, and the index (in order of arrival) of the last leaf that it depends on."""
     arrival = {path: float(place) for place, path in enumerate(buckets)}
     last_of = {bucket: arrival[path] for path, bucket in buckets.items()}
     end_of = {arrival[path]: last_of[bucket] for path, bucket in buckets.items()}
@@ -85,7 +85,7 @@ def _positions(
         launched = -1
         reading[node] = max((reading[source] for source in node.all_input_nodes), default=-1.0)
         if node.op == "placeholder":
-            path = next(leaves, None)  # the others come after the leaves
+            path = next(leaves, None)  # other placeholders come after the leaves
             if path is not None:
                 slot, depth, latest = buckets[path], 0, arrival[path]
                 reading[node] = latest
@@ -106,10 +106,10 @@ def _positions(
 
 
 def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) -> list[fx.Node]:
-    """Return `nodes` in an order in which they can run: light ones that are alike together, heavy ones leaf by leaf.
+    """Return `nodes` in an order in which they can run: equal light ones together, heavy ones leaf by leaf.
 
-    Views, which cost nothing, run as soon as they can, and light ones of a kind as soon as all of them can: heavy ones
-    may wait for them, whose inputs take memory meanwhile.
+    Views cost nothing and run as soon as they can. Light nodes of a kind run as soon as all of them can, before heavy
+    nodes, because heavy nodes may wait for them while their inputs take memory.
     """
     index = {node: i for i, node in enumerate(nodes)}
     lacking = {node: sum(source in index for source in node.all_input_nodes) for node in nodes}
@@ -143,7 +143,7 @@ def _side_by_side(nodes: Sequence[fx.Node], reading: Mapping[fx.Node, float]) ->
         if views:
             run(views.pop())
             continue
-        # All nodes of a kind together, as soon as possible; if nothing else can run, of a kind that blocks others.
+        # Run all nodes of a kind together, as soon as possible. If nothing else can run, run a part of a kind.
         kind = next((kind for kind, ready in light.items() if len(ready) == waiting[kind]), None)
         if kind is None and heavy:
             run(nodes[heapq.heappop(heavy)[1]])

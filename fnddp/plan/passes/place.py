@@ -1,9 +1,9 @@
-"""Pass 7: the memory of each result.
+"""Pass 7: choose the memory of each result.
 
-The operation that computes a payload writes it into the flat buffer of its collective. Means have memory of their own
-that persists across steps (`Mean`), which until then holds operands of the mean. The next state is written over the
-last one, once all collectives are complete. An elementwise operation writes over its operand if it reads that last.
-No bit of a result changes.
+The operation that computes a payload writes it into the flat buffer of its collective. Means have separate memory that
+persists across steps (`Mean`) and holds operands of the mean at first. The next state is written over the previous one,
+once all collectives are complete. An elementwise operation writes over its operand if nothing reads that later. No bit
+of a result changes.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ from fnddp.wire.kinds import SUM, SUM_INTO
 
 aten: Any = torch.ops.aten
 
-# Operations that can write into given memory, in addition to elementwise ones.
+# Operations that can write into existing memory, in addition to elementwise ones.
 PRODUCTS: dict[Any, Any] = {aten.mm.default: torch.mm, SUM: SUM_INTO}
 COPIES = {aten._to_copy.default, aten.clone.default}
 
 
 def elementwise(target: Any) -> Any:
-    """Return the out= variant of an elementwise operation, which may write over its operand; else None."""
+    """Return the `out=` form of an elementwise operation, so that it may write over its operand; otherwise None."""
     return aten.addmm.out if target is aten.addmm.default else elementwise_out(target)
 
 
@@ -40,7 +40,7 @@ def place(draft: Draft) -> Draft:
 
 
 class _Memories:
-    """The memory of each node, and its last read, while operations get their places one by one, in order."""
+    """The memory of each node, and its last read, while operations are assigned places in order."""
 
     def __init__(self, draft: Draft) -> None:
         graph, paths = draft.graph, draft.paths
@@ -71,13 +71,13 @@ class _Memories:
             if isinstance(node, fx.Node):
                 self._last_read[self.memory(node)] = float("inf")
         self._means = means
-        parts = parts[: len(state)]  # the other inputs are numbers
+        parts = parts[: len(state)]  # the remaining inputs are numbers
         self.mean_of = {self.memory(node): path for path, node in zip(paths, means, strict=True) if is_tensor(node)}
         self.part_of = {self.memory(node): part for node, part in zip(state, parts, strict=False) if is_tensor(node)}
         self.residual_of = _residuals(self.leaves, parts)
 
     def decide(self, node: fx.Node) -> None:
-        """Give `node` its place by the first rule that has one."""
+        """Assign a place to `node`, by the first rule that returns one."""
         if node.target not in COPIES and node.target not in PRODUCTS and elementwise(node.target) is None:
             return
         payload = self._payload(node)
@@ -97,9 +97,9 @@ class _Memories:
             self.placement.overwritten.add(memory)
 
     def is_free(self, memory: Storage, node: fx.Node) -> bool:
-        """Return True if `node` may write to `memory`: nothing reads it later, and `node` itself only elementwise."""
+        """Return True if `node` may write to `memory`: nothing reads it later, and `node` only reads it elementwise."""
         if isinstance(memory, Scratch) and self.is_kept(node):
-            return False  # the next step writes over it
+            return False  # the next step will write over it
         now = self.when[node]
         if self._last_read.get(memory, -1) < now:
             return True
@@ -118,7 +118,7 @@ class _Memories:
         return self._last_read.get(memory) == float("inf")
 
     def decide_for_next_step(self) -> None:
-        """Choose memory for each leaf's mean in the next step, for use once no caller holds the present mean."""
+        """Choose memory for each leaf's mean in the next step. It is used once no caller holds the current mean."""
         for path, mean in zip(self.leaf_at, self._means, strict=True):
             if path in self.placement.results:
                 is_there = is_tensor(mean) and self.memory(mean) == Mean(path)
@@ -127,7 +127,7 @@ class _Memories:
                 self.placement.memories |= {} if memory is None else {path: memory}
 
     def _payload(self, node: fx.Node) -> Sent | None:
-        """Return the only payload that `node` becomes, directly or through an operation that writes over it."""
+        """Return the only payload that `node` becomes, directly or by an operation that writes over it; or None."""
         if len(node.users) != 1 or node.target in PRODUCTS:  # products are slower with gaps between rows
             return None
         (user,) = node.users
@@ -146,7 +146,7 @@ class _Memories:
 
 
 def over_operand(memories: _Memories, node: fx.Node) -> Storage | None:
-    """Return the operand, if it may be written over and nothing reads it again. First, since it takes no memory."""
+    """Return the operand, if it may be written over and nothing reads it later. First rule, as it needs no memory."""
     operand = node.args[0] if elementwise(node.target) is not None else None
     if not isinstance(operand, fx.Node) or not _same_layout(value(operand), value(node)):
         return None
@@ -161,7 +161,7 @@ def over_operand(memories: _Memories, node: fx.Node) -> Storage | None:
 
 
 def over_state(memories: _Memories, node: fx.Node) -> fx.Node | None:
-    """Return the part of the state whose next value is `node`; for a mean, the last residual of its gradient."""
+    """Return the part of the state that `node` is the next value of; for a mean, the old residual of its gradient."""
     if not memories.donation.state:
         return None
     path, parts = memories.mean_of.get(node), [memories.part_of.get(node)]
@@ -171,7 +171,7 @@ def over_state(memories: _Memories, node: fx.Node) -> fx.Node | None:
 
 
 def over_mean(memories: _Memories, node: fx.Node) -> Mean | None:
-    """Return the memory of a mean, for the mean or its operands."""
+    """Return the memory of a mean, for the mean itself or its operands."""
     path = memories.mean_of.get(node)
     if memories.donation.gradients == "at_end":  # means are written over gradients
         path = None
@@ -184,7 +184,7 @@ def over_mean(memories: _Memories, node: fx.Node) -> Mean | None:
 
 
 def over_gradient(memories: _Memories, node: fx.Node) -> fx.Node | None:
-    """Return the gradient whose mean is `node`, if the step may write over gradients."""
+    """Return the gradient that `node` is the mean of, if the step may write over gradients."""
     path = memories.mean_of.get(node)
     if path is None or memories.donation.gradients == "no":
         return None
@@ -193,7 +193,7 @@ def over_gradient(memories: _Memories, node: fx.Node) -> fx.Node | None:
 
 
 def over_scratch(memories: _Memories, node: fx.Node) -> Scratch | None:
-    """Return memory that steps share, for large results that do not outlive a step, on devices with slow new memory."""
+    """Return memory shared by steps, for large results that do not outlive a step, where new memory is slow."""
     made = value(node)
     if memories.is_compiled or not device_of(made.device).has_slow_pages or is_light(node):  # compilers use less memory
         return None
@@ -213,11 +213,11 @@ RULES: tuple[Callable[[_Memories, fx.Node], Storage | None], ...] = (
     over_gradient,
     over_scratch,
 )
-"""Each returns memory for the result of an operation, or None; the first result counts."""
+"""Rules that return memory for the result of an operation, or None. The first result counts."""
 
 
 def _residuals(leaves: dict[fx.Node, str], parts: Sequence[fx.Node]) -> dict[str, fx.Node]:
-    """Return for each leaf a part of the state that one operation reads together with it, such as its residual."""
+    """Return for each leaf a part of the state that an operation reads together with it, such as its residual."""
     known = set(parts)
     return {
         path: part

@@ -1,4 +1,4 @@
-"""Passes 2 to 4: drop what nothing needs, remove what changes nothing, fuse residuals into one pass over memory."""
+"""Passes 2 to 4: drop unused nodes, remove nodes without effect, fuse residuals into one pass over memory."""
 
 from functools import cache
 from typing import Any
@@ -14,12 +14,12 @@ from fnddp.torch_private import fake_like
 
 aten: Any = torch.ops.aten
 
-SMALLEST = 2**16  # elements from which a pass over memory is worth saving
-SAMPLE = 512  # rows and columns on which bits are compared
+SMALLEST = 2**16  # number of elements from which on saving a pass over memory pays
+SAMPLE = 512  # number of rows and columns for a comparison of bits
 
 
 def drop(draft: Draft) -> Draft:
-    """Make the means of dropped leaves their gradients, which are zeros, and keep the state that only they change."""
+    """Replace the means of dropped leaves by their gradients (zeros), and keep the state that only they change."""
     graph, n = draft.graph, len(draft.paths)
     gone = sum(1 << i for i, path in enumerate(draft.paths) if path in draft.request.dropped)
     if not gone:
@@ -38,9 +38,9 @@ def drop(draft: Draft) -> Draft:
 
 
 def simplify(draft: Draft) -> Draft:
-    """Remove views whose shape and strides are those of what they view, and zeros that memory subtracts.
+    """Remove views with the same shape and strides as their base, and subtractions of zeros.
 
-    Where devices convert what a product reads, copies of small integers as floats go, too: they are exact.
+    On devices that convert operands within a product, also remove copies of 8-bit integers as floats (they are exact).
     """
     for node in list(tensor_nodes(draft.graph)):
         if node.target is aten.mul.Tensor and all(map(is_tensor, node.args)):
@@ -64,7 +64,7 @@ def _multiply_integers(node: fx.Node) -> None:
 
 
 def _subtracts_zeros(node: fx.Node) -> bool:
-    # To the bit: x - 0 is x for all x, -0.0 and NaN too.
+    # x - 0 has the bits of x for all x, including -0.0 and NaN.
     is_difference = node.target is aten.sub.Tensor and not node.kwargs
     return is_difference and getattr(node.args[1], "target", None) is aten.zeros_like.default
 
@@ -75,9 +75,9 @@ def _layout(node: fx.Node) -> Any:
 
 
 def fuse(draft: Draft) -> Draft:
-    """Turn `x - p @ q`, of a product that nothing else reads, into `addmm`, where the bits stay the same.
+    """Turn `x - p @ q` into `addmm` if nothing else reads the product and the bits stay the same.
 
-    They stay the same if the product is summed before x is added. BLAS libraries differ in that, so it is tried.
+    Bits stay the same if the product is summed before x is added. BLAS libraries differ here, so a sample is computed.
     """
     graph = draft.graph
     for node in list(tensor_nodes(graph)):
@@ -89,7 +89,7 @@ def fuse(draft: Draft) -> Draft:
             continue
         p, q = product.args
         layouts = tuple(value(factor).stride(-1) == 1 for factor in (p, q))
-        # A smaller shape that a product's kernels treat alike: with the same remainders.
+        # A smaller shape with the same remainders, so that kernels treat it like the full one.
         rows, columns = (size if size <= SAMPLE else SAMPLE + size % SAMPLE for size in value(product).shape)
         device = torch.device("cpu") if value(x).is_meta else value(x).device
         if not _keeps_bits((rows, columns, value(p).shape[1]), layouts, device):

@@ -1,12 +1,12 @@
-"""Pass 1: a pipeline as one graph of aten operations and collectives.
+"""Pass 1: trace a pipeline as one graph of aten operations and collectives.
 
-The pipeline's own Python runs once, on fake tensors, while a recorder writes down what it does. Python ints of the
-state enter as symbols, so no step number is baked into a graph: a comparison such as `step < steps` becomes a guard,
-and the outcomes of all guards are the phase that the graph is for. What means divide by enters as a symbol too: a step
-may have fewer ranks.
+The pipeline's own Python code runs once, on fake tensors, and a recorder records its operations. Python ints of the
+state are symbols, so that no step number is baked into a graph. A comparison such as `step < steps` becomes a guard,
+and the outcomes of all guards define the phase for which the graph is valid. Divisors of means are symbols too, because
+a step may have fewer ranks.
 
-The recorder replaces make_fx, which spends its time on proxies, and on computing again the shapes that an operation
-makes of another leaf of the same shape.
+The recorder is faster than make_fx. That spends its time on proxies, and on computing the result shapes of an operation
+again for each leaf of the same shape.
 """
 
 import operator
@@ -47,33 +47,33 @@ from fnddp.wire.groups import World, is_alone, within, world_size
 
 aten: Any = torch.ops.aten
 
-_MANY = 10_000  # results that are kept for later traces
+_MANY = 10_000  # results kept for later traces
 _CONSTANTS = (int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Recorder(TorchDispatchMode):
-    """Records operations on fake tensors while it is entered, within their mode.
+    """A recorder of operations on fake tensors while it is entered, within their mode.
 
-    A node's `meta["val"]` is the fake tensor, or the symbolic number, that it stands for. Tensors with values that were
-    met in the trace are `held`, by the names of their `get_attr` nodes.
+    A node's `meta["val"]` is the fake tensor or symbolic number that it represents. `held` are the tensors with values
+    that the pipeline used, by the names of their `get_attr` nodes.
     """
 
     _shared: ClassVar[dict[Any, Any]] = {}
-    """Results of torch's own operations, by their arguments: of all traces, of which one runs at a time."""
+    """Results of torch's own operations, by their arguments, shared by all traces. One trace runs at a time."""
 
     def __init__(self, fakes: Fakes, inputs: list[Any]) -> None:
         super().__init__()
         self._fakes = fakes
         self.graph = fx.Graph()
         self.held: dict[str, Tensor] = {}
-        self._whole: set[Any] = set()  # operations that are not made of others
-        self._nodes: dict[int, list[fx.Node]] = {}  # of each tensor, by its id: nodes keep tensors alive
-        self._detached: list[Tensor] = []  # tensors that have the node of another
-        self._numbers: dict[Any, fx.Node] = {}  # of symbols, by their expression
-        self._likes: dict[int, Any] = {}  # what is known of tensors, by their id
-        self._own: dict[Any, Any] = {}  # results of operations on values of this trace alone, by their arguments
-        self._owners: dict[int, int] = {}  # how many of the tensors share a storage
+        self._whole: set[Any] = set()  # operations that do not decompose into others
+        self._nodes: dict[int, list[fx.Node]] = {}  # node of each tensor, by its id: nodes keep tensors alive
+        self._detached: list[Tensor] = []  # tensors that share another's node
+        self._numbers: dict[Any, fx.Node] = {}  # nodes of symbols, by their expression
+        self._likes: dict[int, Any] = {}  # keys of tensors for cached results, by their id
+        self._own: dict[Any, Any] = {}  # results valid in this trace only, by arguments
+        self._owners: dict[int, int] = {}  # number of tensors by storage
         for i, value in enumerate(inputs, 1):
             node = self.graph.placeholder(f"input_{i}")
             node.meta["val"] = value
@@ -113,11 +113,11 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of the operation, from an earlier one like it if it makes new tensors or one view."""
+        """Return the result of the operation, from the cache if it makes new tensors or one view."""
         makes_view = makes_one_view(func)
         if not makes_view and not makes_tensors(func):
             return func(*args, **kwargs)
-        self._is_own = func.namespace != "aten"  # another library's operation may read more than its arguments
+        self._is_own = func.namespace != "aten"  # other libraries' operations may depend on more than arguments
         key = func, self._like(args), self._like(tuple(sorted(kwargs.items()))), torch.get_default_dtype()
         results = self._own if self._is_own else self._shared
         known = results.get(key)
@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _like(self, argument: Any) -> Any:
-        """Return a key for `argument`, and note if results do not hold for other traces."""
+        """Return a key for `argument`; record whether results with it are valid in this trace only."""
         if isinstance(argument, Tensor):
             like = self._likes.get(id(argument))
             self._is_own |= like is None
@@ -147,9 +147,9 @@ class Recorder(TorchDispatchMode):
             return argument.node.expr
         if isinstance(argument, tuple | list):
             return tuple(map(self._like, argument))
-        if isinstance(argument, torch.device) and argument.index is None:  # the current one, whichever that is
+        if isinstance(argument, torch.device) and argument.index is None:  # the current device, and that may change
             self._is_own |= device_of(argument).is_asynchronous
-        return type(argument), argument  # 1, 1.0 and True are not the same
+        return type(argument), argument  # 1, 1.0 and True are different
 
     def _called(self, function: Any, args: Any, kwargs: Any, made: Any) -> fx.Node:
         packet = getattr(function, "overloadpacket", function)
@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
         if has_symbolic_size(tensor):
             raise LoweringError("it makes a tensor whose size is a number in the state")
         self._likes[id(tensor)] = like_of(tensor)
-        if id(tensor) in self._nodes:  # it was written to
+        if id(tensor) in self._nodes:  # an operation wrote to it
             self._nodes[id(tensor)][0] = node
             return
         self._nodes[id(tensor)] = [node]
@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):
         return detached
 
     def _pure(self, func: Any, args: Any, made: Any) -> Any:
-        """Return the out-of-place form of an operation in place, on memory that nothing else reads."""
+        """Return the out-of-place form of an in-place operation. Its memory must have no other reader."""
         pure = out_of_place(func)
         if pure is None or made is not args[0] or self._owners[storage_key(made)] > 1:
             raise LoweringError(f"it writes with {func} to memory that others read")
@@ -196,14 +196,14 @@ class Recorder(TorchDispatchMode):
             made = node_of_number(self.graph, expression, self._numbers)
             if not isinstance(made, fx.Node):
                 return made
-            for node in self.graph.nodes:  # intermediate nodes stand for numbers that nothing uses
+            for node in self.graph.nodes:  # intermediate nodes; nothing uses their numbers
                 node.meta.setdefault("val", symbolic)
             self._numbers[expression] = made
         return self._numbers[expression]
 
     def _hold(self, tensor: Tensor) -> fx.Node:
-        """Add a tensor with values, of the pipeline's own."""
-        value = getattr(tensor, "constant", tensor)  # of a fake tensor, the one that it stands for
+        """Add a node for a tensor with values that belongs to the pipeline."""
+        value = getattr(tensor, "constant", tensor)  # a fake tensor may hold the real one
         if value is None:
             raise LoweringError("it uses a tensor without values that another trace has made")
         name = f"_tensor_constant{len(self.held)}"
@@ -214,21 +214,21 @@ class Recorder(TorchDispatchMode):
         return node
 
 
-# Messages of torch about a missing fake kernel, in errors without a class of their own.
+# Messages of torch about a missing fake kernel, in errors without their own class.
 _IS_FOREIGN = (
     "There was no fake impl registered",
     ".numpy() is not supported for tensor subclasses",
     "using FX to symbolically trace a dynamo-optimized function",
 )
 
-_one_at_a_time = threading.Lock()  # fake tensors change settings of the whole process; ranks may be threads
+_one_at_a_time = threading.Lock()  # fake tensors change process-wide settings, and ranks may be threads
 
 
 def trace(request: Request) -> Draft:
-    """Trace one exchange of the pipeline, without what only `sent` needs.
+    """Trace one exchange of the pipeline, without the computation that only `sent` needs.
 
     Raises:
-        LoweringError: The pipeline reads values of tensors, or holds foreign code. Other errors are its own.
+        LoweringError: The pipeline reads values of tensors, or runs foreign code. Its own errors propagate.
     """
     sync, leaves = request.sync, request.leaves
     if not sync.traceable:
@@ -245,14 +245,14 @@ def trace(request: Request) -> Draft:
 
     def bucket_of(path: str) -> int | None:
         asked.append(path)
-        is_alone = path in request.dropped or path not in leaves or leaves[path].dtype.is_complex  # which is aligned
+        is_alone = path in request.dropped or path not in leaves or leaves[path].dtype.is_complex  # aligned
         return None if is_alone else request.buckets[path]
 
     ranks = dict(zip(sizes, divisors, strict=True))
     weight = weights[0] if weights else None
     world = World(request.world.wire, True, request.world.size, ranks, weight=weight, bucket_of=bucket_of)
     try:
-        # Without modes such as a WireCounter, which sees what is sent.
+        # Without modes: a WireCounter, for example, must not count traced collectives.
         with (
             _one_at_a_time,
             without_modes(),
@@ -289,6 +289,6 @@ def trace(request: Request) -> Draft:
 
 
 def sizes_of(request: Request) -> dict[str | None, int]:
-    """Return the groups over which means are taken, and their sizes, for which rows of payloads are shaped."""
+    """Return the groups over which means are taken, and their sizes. The rows of payloads depend on these."""
     with within(request.world):
         return {} if is_alone() else {group: world_size(group) for group in groups_of(request.sync)}
