@@ -90,12 +90,12 @@ def encode_blocks(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
 
 
 def decode_blocks(scale: Tensor, q: Tensor, bits: int, block: int, n: int) -> Tensor:
-    """Return rows of `n` numbers, the inverse."""
+    """Return rows of `n` numbers: the inverse of `encode_blocks`."""
     return _decoded(unpack(q, bits, block).to(scale.dtype), scale, n)
 
 
 def _sample(device: torch.device) -> Tensor:
-    """Return rows with a short block, zeros, subnormal and large numbers, ties and NaN, to compare a kernel by."""
+    """Return rows with a short block, zeros, subnormal and large numbers, ties and NaN, to test a kernel."""
     x = torch.linspace(-3, 4, 3 * 1000, device=device).view(3, 1000).exp() * torch.arange(-1, 2, device=device).view(
         3, 1
     )
@@ -179,7 +179,7 @@ class terngrad(Codec):
     """Send s sign(x_i) with probability |x_i| / s, else 0, where s is the largest |x_i|: unbiased, in 2 bits.
 
     Memory is not needed, but the variance is large: sum over i of |x_i| (s - |x_i|). The wrong choice for gradients
-    with few large elements, which make s large: clip them, which adds a bias, or take smaller blocks. It is
+    with few large elements, because they make s large: clip them, with a bias, or take smaller blocks. It is
     `quantize(bits=2, rounding="stochastic")` with clipping.
 
     Args:
@@ -240,6 +240,6 @@ def _spread(x: Tensor, length: Tensor | None) -> Tensor:
         return (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
     counted = length.clamp(min=1)
     deviation = x - x.sum(-1, keepdim=True) / counted
-    # Padding, which is zeros, does not count.
+    # Padding (zeros) does not count.
     deviation = torch.where(torch.arange(x.shape[1], device=x.device) < length, deviation, 0)
     return (deviation.square().sum(-1, keepdim=True) / counted).sqrt()
