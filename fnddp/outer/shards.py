@@ -121,7 +121,7 @@ def _everyone(group: Group, shards: DeviceMesh | None) -> list[Group]:
 
 
 def _require_workers(group: Group, shards: DeviceMesh) -> None:
-    """Raise a TypeError unless `group` has exactly one rank of this worker, that is, of the mesh `shards`."""
+    """Raise a TypeError unless `group` connects workers: only one of its ranks may be in this worker's `shards`."""
     fix = (
         "make mesh = init_device_mesh(..., (workers, shards), mesh_dim_names=('worker', 'shard')), call fully_shard "
         "with mesh=mesh['shard'] and outer.attach with group=mesh['worker']"
