@@ -163,7 +163,7 @@ class natural(Codec):
     0 or 2 ** -126.
 
     Args:
-        seed: Seed of the rounding, which differs between ranks.
+        seed: Seed of the rounding. Ranks round differently.
 
     Source: Horvath et al., "Natural compression for distributed deep learning", arXiv 1905.10988, definition 1 and
     theorem 1.

@@ -28,7 +28,7 @@ class quantize(Codec):
         block: Number of elements that share a scale, a multiple of 8 / bits. None for a row: a leaf, or a rank's part
             of it.
         rounding: "nearest" (ties to even), or "stochastic": up with a probability equal to the fractional part.
-        seed: Seed of stochastic rounding, which differs between ranks.
+        seed: Seed of stochastic rounding. Ranks round differently.
 
     Source: Alistarh et al., "QSGD", NeurIPS 2017, but scaled by the largest magnitude instead of the norm; Dettmers,
     "8-bit approximations", ICLR 2016.
@@ -135,7 +135,7 @@ class qsgd(Codec):
     Args:
         levels: s, in 1..127: 1 takes 2 bits an element, up to 7 take 4, more take 8.
         block: d, the number of elements that share a norm. None for a row: a leaf, or a rank's part of it.
-        seed: Seed of the rounding, which differs between ranks.
+        seed: Seed of the rounding. Ranks round differently.
 
     Source: Alistarh et al., "QSGD", NeurIPS 2017, section 3.1 and lemma 3.1. Deviation: l_i has a fixed length, so that
     shapes do not depend on values; the paper uses a code of variable length (Elias).
@@ -186,7 +186,7 @@ class terngrad(Codec):
         clip: Clip elements at this number of standard deviations of the row first, 2.5 in the paper; None does not
             clip. Clipping is biased, so use `error_feedback`.
         block: Number of elements that share a scale. None for a row: a leaf, or a rank's part of it.
-        seed: Seed of the choices, which differ between ranks.
+        seed: Seed of the random choices. Ranks choose differently.
 
     Source: Wen et al., "TernGrad", NeurIPS 2017, equations 2 and 3, and 12 for clipping. Deviation: each rank has its
     own scale; the paper shares one, in another round of communication.

@@ -86,7 +86,7 @@ class dct_topk(Codec):
     chunk of them make a tile. Over `two_shot` a tile is cut where a rank's part ends: use `allgather`.
 
     Magnitudes are compared to 12 bits, and the first of equal ones are selected: coefficients of 16-bit numbers often
-    differ by rounding alone, which varies between machines, and between simulated and real ranks.
+    differ only by rounding, and rounding varies between machines, and between simulated and real ranks.
 
     The transform is orthonormal, so this is a contraction by 1 - k / (numbers in a tile), like top-k: wrap it in
     `error_feedback`. DeMo's momentum is that residual: m = beta m + g, m -= sent, is `decay=beta`. The wrong choice for

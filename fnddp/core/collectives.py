@@ -1,6 +1,6 @@
 """The collectives of reducers and codecs, as pure functions on tensors.
 
-They use the functional collectives of torch.distributed, which trace under make_fx and Dynamo, or the wire that the
+They use the functional collectives of torch.distributed (traceable by make_fx and Dynamo), or the wire that the
 pipeline runs on. Without a process group the world has one rank and a collective is a copy.
 """
 

@@ -22,7 +22,7 @@ _OR_NONE = " | None"
 
 
 class Expression:
-    """A frozen dataclass whose fields are hyperparameters and the expressions it wraps.
+    """A frozen dataclass; its fields are hyperparameters and the expressions that it wraps.
 
     It compares and hashes as dataclasses do, checks its fields by their types, and prints as the call that built it.
     """

@@ -19,7 +19,7 @@ FEW = 3  # keys that an error names
 class Part(NamedTuple):
     """One leaf of a state: "replicated" (equal on all ranks) or "local" (this rank's own), a tensor or a Python int.
 
-    Its path is its position in the state, for example `residual.fc.weight`, for compiled and other modules alike.
+    Its path is its position in the state, for example `residual.fc.weight`; compiling a module does not change it.
     """
 
     kind: str

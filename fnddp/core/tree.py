@@ -2,8 +2,8 @@
 
 The only file that imports optree. A tree is any optree pytree: dicts, lists, tuples, named tuples, `None` (a node
 without leaves), and classes registered with optree globally or in the namespace `"fnddp"`. Inside a transform a tree
-is a `Leaves`: a plain dict from leaf path to tensor, in the order of `ordered`, which is the same on all ranks. The
-order of a tree may differ between them: dicts are often made from sets of names.
+is a `Leaves`: a plain dict from leaf path to tensor, in the order of `ordered`, the same on all ranks. The order of a
+tree may differ between ranks: dicts are often made from sets of names.
 """
 
 import re
@@ -21,7 +21,7 @@ from fnddp.torch_private import WRAPPERS, constant_for_dynamo
 NAMESPACE = "fnddp"
 
 Tree: TypeAlias = Any
-"""Any optree pytree whose leaves are tensors."""
+"""Any optree pytree of tensors."""
 
 Leaves: TypeAlias = dict[str, Tensor]
 """Tensors by leaf path."""

@@ -205,7 +205,7 @@ class _Collective:
 def _start(pg: Any, kind: Kind, send: Tensor, receive: Tensor, op: str | None) -> Any:
     # Methods that torchft's process groups have; torch.distributed's functions call others.
     if kind is ALL_GATHER:
-        # Not allgather_into_tensor_coalesced, which can crash gloo: see fnddp/wire/c10d.py.
+        # Not allgather_into_tensor_coalesced: it can crash gloo, see fnddp/wire/c10d.py.
         return pg.allgather([list(receive.view(-1, send.numel()))], [send], _c10d.AllgatherOptions())
     if kind not in (ALL_REDUCE, REDUCE_SCATTER):
         return pg.alltoall_base(receive, send.view(-1), [], [], _c10d.AllToAllOptions())

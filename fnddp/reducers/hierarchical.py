@@ -61,7 +61,7 @@ class hierarchical(Sync):
 
     Source: two-level all-reduces as in Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4; with compression
     across nodes only as in 1-bit Adam; on both levels as in ZeRO++ (Wang et al., 2023) and SDP4Bit (Jia et al., NeurIPS
-    2024), which send 4 bits across.
+    2024): these send 4 bits across.
 
     >>> from fnddp import allreduce, fp16, none
     >>> sync = hierarchical(none)

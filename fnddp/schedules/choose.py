@@ -274,7 +274,7 @@ class every(Sync):
         n: Exchange in the steps n, 2 n, 3 n, ...; at least 1.
 
     Source: the period of communication of Qsparse-local-SGD (Basu et al., NeurIPS 2019, Algorithm 1) with one set of
-    parameters, which here do not change in between.
+    parameters; here these do not change in between.
 
     >>> from fnddp import allreduce, error_feedback
     >>> sync = error_feedback(every(2, allreduce))

@@ -30,7 +30,7 @@ class measure(Sync):
     count.
 
     `measure(error_feedback(topk(allgather)))` compares with the gradients. `error_feedback(measure(topk(allgather)))`
-    compares with the input of the compressor, which is gradients and residual. The exact mean costs an uncompressed
+    compares with the input of the compressor: gradients plus residual. The exact mean costs an uncompressed
     all_reduce, so `every_steps=1` is the wrong choice for more than a few steps. Reading a number waits for an
     accelerator.
 

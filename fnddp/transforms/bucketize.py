@@ -21,7 +21,7 @@ class bucketize(Sync):
 
     Buckets are filled in the reverse order of paths: it is the same on all ranks and close to the order of backward.
     A bucket is closed once it holds the cap, as in torch's DDP. Its name is that of its first and last leaf, so inner
-    state is keyed by leaf paths. The wrong choice around `powersgd`, which needs matrices: write
+    state is keyed by leaf paths. The wrong choice around `powersgd`, because it needs matrices: write
     `powersgd(bucketize(...))`.
 
     The caps set the input of the inner pipeline, such as a codec's blocks; plans join messages in buckets of their own

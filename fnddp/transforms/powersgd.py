@@ -18,7 +18,7 @@ from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize
 ITERATIONS = 4  # of `refresh`: each multiplies wanted / unwanted by the square of their singular values' ratio
 
 Stacks: TypeAlias = list[list[str]]
-"""Paths of leaves whose small factors are computed together."""
+"""Paths of leaves in groups; the small factors of a group are computed together."""
 
 
 class PowerSGDState(NamedTuple):
@@ -70,8 +70,8 @@ class powersgd(Sync):
             also with error feedback; see `docs/memory.md`. Costs 1 / refresh of the bytes of `inner` alone.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, Algorithm 1 (with Algorithm 2: `error_feedback` around it).
-    Deviations: queries are scaled to unit columns, which changes no output but keeps P in the range of the gradients
-    (fp16 wires), and a zero column keeps its old query; Q and queries are stored and sent transposed, as both products
+    Deviations: queries are scaled to unit columns; this does not change outputs, but keeps P in the range of gradients
+    (fp16 wires), and a zero column keeps its old query. Q and queries are stored and sent transposed, as both products
     read them. `alternate`: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep
     Learning", ICDCS 2023, as ACP-SGD. `refresh`: after the idea of Xie, Chen and Yuan, "PowerSGD+", arXiv 2509.11254,
     with subspace iterations in place of an SVD.

@@ -112,7 +112,7 @@ class Matrices:
     def _gather(self, names: Iterable[str]) -> None:
         """Gather the whole matrices `names` from all shards: at first all, later those with shards written by others.
 
-        Owners keep the other matrices, which are more exact than their shards if codecs round the messages.
+        Owners keep the other matrices: these are more exact than their shards if codecs round the messages.
         """
         for name in names:
             p = self._parameters[name]
@@ -418,8 +418,9 @@ def own_matrices(
     While the optimizer runs on the matrices of one message, those of the next and the last message are being sent.
     Owners are balanced by rows x columns x the smaller of both. Before the step everything is as in FSDP: gradients are
     shards, so clipping and loss scalers work as with any DTensor. An owner stores its matrices and their optimizer
-    state, 1 / n of all, in addition to its shards. Each rank keeps a copy of its shards, to detect values loaded into
-    them, and to restore them if a step fails. With HSDP each replica does the same. Hooks of the step see shards.
+    state, 1 / n of all, in addition to its shards. Each rank copies its shards, to detect values loaded into
+    them, and to restore them if a step fails. With HSDP each replica does the same. Hooks before and after steps see
+    shards.
 
     The wrong choice for optimizers that compute each element independently: they can run on shards.
 
@@ -465,7 +466,7 @@ def own_matrices(
 
 
 def _state_of(name: str, p: DTensor, optimizer: torch.optim.Optimizer) -> str:
-    """Describe the optimizer's existing state of shards, which is moved to the owner."""
+    """Describe the optimizer's existing state of shards; it is moved to the owner."""
     state: dict[str, Any] = optimizer.state.get(p, {})
     for key, value in state.items():
         if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() != 1:

@@ -114,7 +114,7 @@ class Reductions:
         try:
             self._reduce(unit, mine, buffer)
         except (CollectiveError, KeyboardInterrupt) as error:
-            self.engine.broken = type(error)(*error.args)  # without frames, which would keep the part alive
+            self.engine.broken = type(error)(*error.args)  # without frames: they would keep the part alive
             raise
 
     def _reduce(self, unit: Unit, mine: Tensor, buffer: Tensor) -> None:
@@ -168,7 +168,7 @@ class Reductions:
         self.engine.require_noticed()
 
     def before_forward(self, *_: object) -> None:
-        """Fail a step whose backward did not finish. Raise a RuntimeError if ranks may be desynchronized."""
+        """Fail a step if its backward did not finish. Raise a RuntimeError if ranks may be desynchronized."""
         if not torch_private.is_within_backward():  # activation checkpointing
             self.engine.refuse_after_failure()
             self.backward.require_idle()
@@ -244,7 +244,7 @@ class Reduction:
 
     @torch.no_grad()
     def commit(self, found_nonfinite: Tensor | bool) -> None:
-        """Keep the new states; if a rank found NaN or infinities, keep gradients from optimizers instead."""
+        """Keep the new states; if a rank found NaN or infinities, keep the old ones and put NaN into gradients."""
         reductions = self._reductions
         reductions.close()
         if isinstance(found_nonfinite, Tensor):

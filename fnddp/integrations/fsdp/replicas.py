@@ -146,7 +146,7 @@ class Replicas(PipelineHandle):
                 part.weigh()
             if self.sync.takes_weight:
                 mean = None if part is None else part.mean_weight
-                # NaN if a rank has none, which fails the step itself.
+                # NaN if a rank has no weight: this fails the step.
                 weight = self._weight.given if mean is None else mean.nan_to_num(0.0).item()
             self._backward.begin(weight=weight)
             self._ends.add(self._backward, partial(self._finish, part))
