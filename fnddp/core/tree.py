@@ -66,9 +66,8 @@ def _place(path: str) -> list[str | tuple[int, str]]:
 def flatten(tree: Tree) -> tuple[Leaves, Spec]:
     """Return the leaves of `tree` by path, in the order of `ordered`, and its structure.
 
-    The path of a leaf has the keys that lead to it, joined by dots: `{"encoder": [w]}` has the leaf
-    `encoder.0`, and `dict(module.named_parameters())` has the parameter names. The path of a bare tensor is the empty
-    string.
+    The path of a leaf has the keys that lead to it, joined by dots: `{"encoder": [w]}` has the leaf `encoder.0`, and
+    `dict(module.named_parameters())` has the parameter names. The path of a bare tensor is the empty string.
 
     Raises:
         TypeError: A leaf is not a tensor, or a DTensor.

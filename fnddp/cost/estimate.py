@@ -31,8 +31,7 @@ class Compute:
         backward_seconds: Time of backward, without the encoding that runs in it.
         arrivals: The time when each leaf's gradient is ready, in seconds from the start of backward. None: buckets are
             ready at even intervals.
-        segments: Seconds of each of the plan's segments, in their order: encoding and decoding. None: they take no
-        time.
+        segments: Seconds of each of the plan's segments, in order: encoding and decoding. None: they take no time.
 
     Raises:
         ValueError: A time is negative.

@@ -21,8 +21,8 @@ class all_reduce(Reducer):
     Args:
         group: A process group, its name, a one-dimensional device mesh or `(mesh, dim)`; None for the adapter's group
             or the default one. It is stored by name.
-        op: "mean", "sum", "max" or "min". Compression and memory refuse "max" and "min", which do not add; so do
-            complex leaves. A "sum" adds the whole `.grad`: clear gradients before each synchronized backward.
+        op: "mean", "sum", "max" or "min". "max" and "min" do not add, so compression and memory refuse them;
+            nor do they take complex leaves. A "sum" adds the whole `.grad`: clear it before each synchronized backward.
 
     >>> import torch
     >>> all_reduce(op="sum")

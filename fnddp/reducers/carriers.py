@@ -17,9 +17,9 @@ from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
 class all_gather(Carrier):
     """Send each rank's payload to all ranks; every rank decodes all payloads and adds them in float32, in rank order.
 
-    `allgather` is the ready-made `all_gather()`. A codec sees each leaf as one row, and encodes a gradient once, on its
-    own rank. The wrong choice for many ranks: each rank receives n - 1 payloads, but in a ring about two for any n. A
-    payload of s bits an element beats a ring of b bits only while n < 2 b / s.
+    `allgather` is the ready-made `all_gather()`. A codec sees each leaf as one row. A gradient loses precision once, in
+    the encoding on its own rank. The wrong choice for many ranks: each rank receives n - 1 payloads, but in a ring
+    about two for any n. A payload of s bits an element beats a ring of b bits only while n < 2 b / s.
 
     Args:
         group: See `all_reduce`.

@@ -345,8 +345,8 @@ class shared_momentum(Sync):
     """Send momentum instead of gradients, for an optimizer without momentum of its own.
 
     With m the momentum, the same on all ranks, and g the gradient: exchange beta * m + (1 - beta) * g; the mean is the
-    next m, and the output. Momentum changes slowly, and all ranks know most of it, so codecs lose less of it. Under
-    Adam, because it divides each step by the size of its gradients, put `error_feedback` *inside*,
+    next m, and the output. Momentum changes slowly, and all ranks know most of it, so codecs lose less of it. Adam
+    divides each step by the size of its gradients: for Adam, put `error_feedback` *inside*,
     `shared_momentum(error_feedback(sign(allgather)))`. Without losses it is momentum as Adam computes it, except for
     the correction of bias: m begins at zero, and the first 1 / (1 - beta) outputs are shorter.
 
