@@ -1,4 +1,4 @@
-"""The seven names of Lightning 1.x's `pytorch_lightning.utilities.distributed`, which Lightning 2 no longer has.
+"""The seven names of Lightning 1.x's `pytorch_lightning.utilities.distributed`; Lightning 2 removed them.
 
 They take the same arguments and return new tensors; `docs/distributed.md` has a table of the differences. All but
 `init_dist_connection` are to be called by every rank of `group`, where None is the default group. If ranks disagree,
@@ -45,14 +45,14 @@ _OPS = {"avg": "mean", "mean": "mean", "sum": "sum", "max": "max", "min": "min",
 def gather_all_tensors(result: Tensor, group: Group = None) -> list[Tensor]:
     """Gather a tensor from every rank, also where their shapes differ.
 
-    No gradient flows: the wrong choice in a loss, for which there is `all_gather_ddp_if_available` with `sync_grads`.
-    It costs two small gathers, of a digest and of the shapes, and one of the tensors as long as the longest.
+    No gradient flows through it: in a loss, use `all_gather_ddp_if_available` with `sync_grads`. It costs two small
+    gathers, of a digest and of the shapes, and one gather of tensors padded to the longest.
 
     Args:
-        result: Any shape and any dense dtype, of the same dtype and number of dimensions on all ranks.
+        result: A dense tensor of any shape, with the same dtype and number of dimensions on all ranks.
 
     Returns:
-        The tensors in the order of the group's ranks, each contiguous, in memory of its own, on the device of `result`.
+        The tensors in the order of the group's ranks, each contiguous, in its own memory, on the device of `result`.
         Without torch.distributed a list of `result` itself.
 
     Raises:
@@ -72,15 +72,15 @@ def gather_all_tensors(result: Tensor, group: Group = None) -> list[Tensor]:
     sizes = [math.prod(shape) for shape in shapes]
     padded = torch.nn.functional.pad(result.detach().reshape(-1), (0, max(sizes) - result.numel()))
     rows = collectives.all_gather(padded, name)
-    # Copies, so that one that is kept or saved does not keep all of them.
+    # Copies, so that keeping or saving one tensor does not keep all of them.
     return [row[:size].reshape(shape).clone() for row, size, shape in zip(rows, sizes, shapes, strict=True)]
 
 
 def all_gather_ddp_if_available(tensor: Tensor, group: Group = None, sync_grads: bool = False) -> Tensor:
     """Stack the tensors of all ranks along a new first dimension.
 
-    With `sync_grads`, every rank must run backward through it. The wrong choice where shapes differ:
-    `gather_all_tensors`. Each call first compares shapes and dtypes, in a gather of 32 bytes that the host waits for.
+    With `sync_grads`, every rank must run backward through it. If shapes differ, use `gather_all_tensors`. Each call
+    first compares shapes and dtypes, in a gather of 32 bytes that the host waits for.
 
     Args:
         tensor: Any shape and any dense dtype, the same on all ranks.
@@ -88,7 +88,7 @@ def all_gather_ddp_if_available(tensor: Tensor, group: Group = None, sync_grads:
 
     Returns:
         `[ranks, *shape]`, in the order of the group's ranks. Without torch.distributed `tensor` itself: the same
-        object, without a new dimension, and differentiable whatever `sync_grads`, as in Lightning.
+        object, without a new dimension, and differentiable for any `sync_grads`, as in Lightning.
 
     >>> tensor = torch.ones(2)
     >>> all_gather_ddp_if_available(tensor) is tensor
@@ -105,7 +105,7 @@ def all_gather_ddp_if_available(tensor: Tensor, group: Group = None, sync_grads:
 
 
 class AllGatherGrad(torch.autograd.Function):
-    """Gather that stacks, `AllGatherGrad.apply(tensor, group=None)`; its backward sums what the ranks send back.
+    """Gather and stack, `AllGatherGrad.apply(tensor, group=None)`; backward sums the gradients of all ranks.
 
     Each rank computes its loss from all tensors; the gradient is that of the sum of all ranks' losses with respect to
     this rank's tensor. So every rank must run backward. Divide the loss by the number of ranks if it is a mean over
@@ -169,7 +169,7 @@ class _SumAndScatter(torch.autograd.Function):
 def sync_ddp(result: Tensor, group: Group = None, reduce_op: dist.ReduceOp | str | None = None) -> Tensor:
     """Reduce a tensor over the ranks, into a new one.
 
-    For metrics and counters. No gradient flows: the wrong choice in a loss. Each call first compares shapes, dtypes and
+    For metrics and counters, not in a loss: no gradient flows through it. Each call first compares shapes, dtypes and
     operations in one gather of 32 bytes. Integers are summed as int64, and their mean is rounded to the nearest (halves
     up): for a fraction pass `result.double()`. The mean of bools is the majority (ties are True). A mean is divided
     before it is summed, so it does not overflow.
@@ -184,7 +184,7 @@ def sync_ddp(result: Tensor, group: Group = None, reduce_op: dist.ReduceOp | str
 
     Raises:
         RuntimeError: A launcher started several ranks, but torch.distributed is not initialized.
-        ValueError: `reduce_op` is none of these; the maximum or minimum of complex numbers.
+        ValueError: `reduce_op` has another value; or it is the maximum or minimum, of complex numbers.
 
     >>> sync_ddp(torch.tensor([1.0, 2.0]), reduce_op="mean")
     tensor([1., 2.])
@@ -199,9 +199,9 @@ def sync_ddp(result: Tensor, group: Group = None, reduce_op: dist.ReduceOp | str
 
 
 def sync_ddp_if_available(result: Tensor, group: Group = None, reduce_op: dist.ReduceOp | str | None = None) -> Tensor:
-    """Return `sync_ddp(...)` where torch.distributed is initialized, and `result` itself where it is not.
+    """Return `sync_ddp(...)` if torch.distributed is initialized, else `result` itself.
 
-    The wrong choice where a missing process group is a mistake: `sync_ddp` raises under a launcher.
+    The wrong choice if a missing process group is a mistake: `sync_ddp` raises under a launcher.
 
     >>> result = torch.ones(2)
     >>> sync_ddp_if_available(result) is result
@@ -220,13 +220,13 @@ def init_dist_connection(
     """Initialize torch.distributed with the address, rank and world size of a cluster environment.
 
     Does nothing if it is initialized. Sets the environment variables MASTER_ADDR and MASTER_PORT. The wrong choice
-    under torchrun, which has set them and the ranks: `torch.distributed.init_process_group()`.
+    under torchrun, which sets these itself: call `torch.distributed.init_process_group()` there.
 
     Args:
         cluster_environment: Lightning's, or any object with `main_address` and `main_port`; `global_rank()` and
-            `world_size()` are called where the next arguments are None.
-        torch_distributed_backend: "gloo", "nccl", or another of `init_process_group`.
-        global_rank, world_size: Of this process, and of all.
+            `world_size()` are called if the arguments of these names are None.
+        torch_distributed_backend: "gloo", "nccl", or another backend of `init_process_group`.
+        global_rank, world_size: The rank of this process, and the number of ranks.
         **kwargs: Further arguments of `init_process_group`, such as `timeout`.
 
     >>> class Cluster:
@@ -257,15 +257,15 @@ def register_ddp_comm_hook(
 ) -> Handle | None:
     """Register a communication hook, or a pipeline, in a DDP model.
 
-    The wrong choice for torch's fp16, bf16 and PowerSGD hooks: as a pipeline these keep their state by parameter name,
-    can be saved, and run off CUDA (torch refuses `bf16_compress_hook` there).
+    The wrong choice for torch's fp16, bf16 and PowerSGD hooks: use them as pipelines instead. A pipeline keeps its
+    state by parameter name, can be saved, and runs without CUDA (torch refuses `bf16_compress_hook` there).
 
     Args:
         model: torch's `DistributedDataParallel`, or another with `register_comm_hook(state, hook)`.
         ddp_comm_state: The hook's first argument.
-        ddp_comm_hook: Any callable, `hook(state, bucket) -> Future[Tensor]`; or a pipeline, which `fnddp.register` puts
-            into torch's class, and which becomes `sync` of fnddp's. None registers nothing.
-        ddp_comm_wrapper: Wraps the hook, such as torch's `fp16_compress_wrapper`.
+        ddp_comm_hook: Any callable, `hook(state, bucket) -> Future[Tensor]`; or a pipeline: torch's class gets it by
+            `fnddp.register`, and fnddp's class as its `sync`. None registers no hook.
+        ddp_comm_wrapper: A function that wraps the hook, such as torch's `fp16_compress_wrapper`.
 
     Returns:
         For a pipeline in torch's class the handle of `fnddp.register`, with its state; otherwise None.
@@ -307,7 +307,7 @@ def register_ddp_comm_hook(
 
 
 def _as_function(hook: Hook) -> Hook:
-    """Return `hook` as a function with the names, the parameter and the annotations that DDP insists on."""
+    """Return `hook` as a function with the names, the parameter and the annotations that DDP requires."""
 
     def run(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return hook(state, bucket)

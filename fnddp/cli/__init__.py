@@ -1,1 +1,1 @@
-"""The command line. Only files that draw or load digits import what the extra `demo` installs."""
+"""The command line. Only files that draw or load digits import packages of the extra `demo`."""

@@ -1,4 +1,4 @@
-"""`fnddp bench --codecs`: what it costs to encode and to decode, against copying the same gradients."""
+"""`fnddp bench --codecs`: the cost of encoding and decoding, compared with copying the same gradients."""
 
 import math
 from collections.abc import Sequence
@@ -46,11 +46,11 @@ CODECS: tuple[str, ...] = (
 
 LEAVES = 10
 ELEMENTS, ON_ACCELERATORS = 1 << 20, 1 << 22
-"""Of a leaf: on an accelerator small ones take only the time of their launches."""
+"""Elements of a leaf: on an accelerator small leaves take only the time of their launches."""
 
 
 def run(pipelines: Sequence[str], kind: str = "cpu") -> int:
-    """Print the costs of `pipelines`, codecs around a carrier, as a table; of all codecs if there are none."""
+    """Print a table of the costs of `pipelines`, codecs around a carrier; of all codecs if `pipelines` is empty."""
     device = device_of(current(kind))
     elements, digits = (ON_ACCELERATORS, 2) if device.is_asynchronous else (ELEMENTS, 1)
     grads = {f"leaf{i}": torch.randn(elements, device=device.device) for i in range(LEAVES)}

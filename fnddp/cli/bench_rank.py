@@ -1,4 +1,4 @@
-"""A benchmark: its configuration, the work of ranks (run all arms in turn, and time every step), and its results."""
+"""A benchmark: its configuration, the work of ranks (run all arms in turn and time every step), and its results."""
 
 import os
 import platform
@@ -55,7 +55,7 @@ PARTS: tuple[str, ...] = ("start", "hooks", "encode", "launch", "wait", "decode"
 """Parts of a step's time on the host, in the order in which they run."""
 
 OPERATIONS = "operations"
-"""Operations of aten in a step, nested ones counted, too."""
+"""Operations of aten in a step, including nested ones."""
 
 STEPS = 5
 _HOOKED = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
@@ -71,15 +71,15 @@ class Setup:
     ranks: Ranks
     parameters: int  # elements that are trained
     engine: str = "ddp"  # how a pipeline is run: "ddp", "register" or "value_and_grad"
-    compiled: bool = False  # compile the step. Ours are then functional, whatever the engine
+    compiled: bool = False  # compile the step. Ours are then functional for any engine
     pairs: int = 30  # timed rounds; each runs every arm once
-    seed: int = 0  # of the parameters and of the order of arms in a round
-    is_profiled: bool = False  # measure where the time of a step goes, too
+    seed: int = 0  # for the parameters and the order of arms in a round
+    is_profiled: bool = False  # also measure the parts of a step's time
     load: float = field(default_factory=lambda: os.getloadavg()[0])  # processes that ran here in the last minute
 
     @property
     def names(self) -> list[str]:
-        """The arms, in order: ours, then the peers. One that occurs twice is numbered."""
+        """The arms, in order: ours, then the peers. Repeated names are numbered."""
         texts = [*map(str, self.pipelines), *self.peers]
         return [f"{text} #{n}" if (n := texts[: i + 1].count(text)) > 1 else text for i, text in enumerate(texts)]
 
@@ -90,7 +90,7 @@ class Times:
 
     seconds: list[list[float]]  # of each timed step (inner) on each rank (outer)
     wire_bytes: int  # that rank 0 passed to its collectives in one more step, counted
-    link_bytes: list[int]  # of each timed step: what left through the network interface of rank 0
+    link_bytes: list[int]  # of each timed step: sent through the network interface of rank 0
     profile: dict[str, float] | None = None  # milliseconds of a step of rank 0, by purpose
 
     @property
@@ -118,7 +118,7 @@ class Run:
     times: list[Times]  # of each arm
     hosts: list[str]  # of each rank
     threads: int  # of each rank on the CPU
-    taken: str | None = None  # what "auto" takes, if that is among the arms
+    taken: str | None = None  # the choice of "auto", if "auto" is an arm
 
     def ratio(self, arm: int, peer: int) -> Ratio:
         """Return the time of `arm` over that of `peer`."""
@@ -126,7 +126,7 @@ class Run:
         return Ratio(*map(float, np.percentile([ours / theirs for ours, theirs in pairs], (25, 50, 75))))
 
     def link_bytes(self, arm: int) -> float:
-        """Return the median bytes that a rank sends in a step through its interface, or its share of a shared one."""
+        """Return the median bytes that a rank sends in a step through its interface, or through its share of one."""
         sharing = 1 if self.setup.ranks.link else self.hosts.count(self.hosts[0])
         return median(self.times[arm].link_bytes) / sharing
 
@@ -137,7 +137,7 @@ class Run:
 
     @property
     def conditions(self) -> dict[str, object]:
-        """All that a reader has to know to repeat it."""
+        """The conditions that a reader must know to repeat the benchmark."""
         setup, ranks = self.setup, self.setup.ranks
         device = devices.device_of(torch.device(ranks.device))
         return {
@@ -172,14 +172,14 @@ def _processor() -> str:
 class Arm:
     """A way to run a training step: forward, loss, backward, with or without synchronization."""
 
-    step: Callable[[], None]  # runs one
-    clear: Callable[[], None]  # drops the gradients of the last
-    sends: Callable[[], object]  # passes to its collectives what a step does, where it is counted
-    pipeline: str | None = None  # that it runs in a module
+    step: Callable[[], None]  # runs one step
+    clear: Callable[[], None]  # drops the gradients of the last step
+    sends: Callable[[], object]  # passes the bytes of a step to its collectives, to count them
+    pipeline: str | None = None  # the pipeline that it runs in a module
 
 
 def check_peers(against: str, on: Ranks) -> tuple[list[str], dict[str, str]]:
-    """Return the peers in `against` that can run `on` these ranks; and the others, with the reason."""
+    """Return the peers in `against` that can run `on` these ranks, and the reasons why others cannot."""
     names = [name.strip() for name in against.split(",")]
     if unknown := [name for name in names if name not in PEERS]:
         hint = did_you_mean(unknown[0], PEERS) or f"; known ones are {', '.join(PEERS)}"
@@ -209,7 +209,7 @@ def _arm(each: Sync | str, setup: Setup, module: nn.Module, loss: Loss, batch: B
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     if sync is not None:
         return _module(model, loss, batch, str(fnddp.register(model, sync).sync))
-    if each == "powersgd_hook":  # from the first step that it can
+    if each == "powersgd_hook":  # from the first possible step
         state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook)
     elif each != "ddp":
@@ -261,7 +261,7 @@ def profiled(arm: Arm) -> dict[str, float]:
     """Return milliseconds that a step of `arm` spends in each of PARTS, and the number of its operations: medians.
 
     The time of a part excludes parts nested in it. "hooks" is autograd's time for complete gradients, with all hooks on
-    parameters, also those of torch's reducer. The work of a wrapper around a step is in no part.
+    parameters, also those of torch's reducer. No part includes the work of a wrapper around a step.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 prints that a profile starts, and ends
     steps = [_step(arm) for _ in range(STEPS)]
@@ -293,7 +293,7 @@ def _part(event: Any) -> str | None:
 def measure(setup: Setup) -> Iterator[Stage | Run]:
     """Time every arm of `setup` once in each round, all ranks together; yield the run at the end.
 
-    The order within a round is drawn anew each time, the same on all ranks: none profits from its neighbours.
+    The order within a round is drawn anew each time, the same on all ranks, so that no arm profits from its neighbours.
     """
     device, at, names = devices.current(setup.ranks.device), setup.ranks.at, setup.names
     problem, rank, generator = load(setup.model), dist.get_rank(), torch.Generator()
@@ -336,7 +336,7 @@ def measure(setup: Setup) -> Iterator[Stage | Run]:
 
 
 def counted(hosts: Sequence[str], at: RankInfo | None) -> list[str]:
-    """Return the network devices of this host whose bytes count: those that lead to other ranks."""
+    """Return the network devices of this host that lead to other ranks: only their bytes count."""
     if at is None:
         return [os.environ["GLOO_SOCKET_IFNAME"]]
     loopback = loopback_device()

@@ -15,8 +15,8 @@ from fnddp.run.choose import AUTO
 from fnddp.show.text import count
 
 RATIOS = "ratios.png"
-LEAST = 3  # rounds of which quartiles say something
-BUSY = 0.5  # of a load for each core, from which times are noisy
+LEAST = 3  # rounds needed for meaningful quartiles
+BUSY = 0.5  # load for each core above which times are noisy
 
 
 def show(run: Run) -> None:
@@ -60,14 +60,14 @@ def table(run: Run) -> Grid:
 
 
 def verdict(run: Run) -> str:
-    """Return the pipeline that beats the fastest peer that synchronizes, if any; "" if there is no such peer."""
+    """Return a sentence about the pipeline that beats the fastest synchronizing peer; "" if there is no such peer."""
     pipelines = len(run.setup.pipelines)
     rivals = [arm for arm in run.peers if run.setup.peers[arm - pipelines] != "none"]
     sending = [arm for arm in range(pipelines) if run.times[arm].wire_bytes]
     if not rivals or not sending:
         return ""
     peer = min(rivals, key=lambda arm: median(run.times[arm].steps))
-    # Those that were faster in most rounds go first, however fast others were in some.
+    # Arms that were faster in most rounds go first, even if others were faster in some.
     arm = min(sending, key=lambda arm: (run.ratio(arm, peer).high >= 1, run.ratio(arm, peer).median))
     ours, theirs, ratio = run.setup.names[arm], run.setup.names[peer], run.ratio(arm, peer)
     if run.setup.pairs < LEAST:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fnddp.cli.models import class_loss
 from fnddp.simulation.tune import Batch, Problem
 
-CONTEXT = 64  # characters of a sample: as many as the transformer takes
+CONTEXT = 64  # characters of a sample: the context length of the transformer
 HELD_OUT = 0.1
 
 

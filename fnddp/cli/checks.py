@@ -1,4 +1,4 @@
-"""Checks before anything is started. Each raises a `WrongArgument` for the user."""
+"""Checks before ranks are started. Each raises a `WrongArgument` for the user."""
 
 import os
 import tempfile
@@ -60,7 +60,7 @@ def cores() -> int:
 
 
 def check_processes(ranks: int) -> None:
-    """Check that `ranks` processes are not more than this machine can run in a reasonable time."""
+    """Check that this machine can run `ranks` processes in a reasonable time."""
     most = RANKS_PER_CORE * cores()
     if ranks > most:
         raise WrongArgument(
@@ -89,7 +89,7 @@ def check_sizes(text: str) -> WorldSize:
 
 
 def check_links(text: str) -> Links:
-    """Return the link that `text` describes, or those by group: "node=100GB/s,across=25gbit:20us"."""
+    """Return the link that `text` describes, or links by group: "node=100GB/s,across=25gbit:20us"."""
     return _by_group("--link", text, check_link)
 
 
@@ -111,7 +111,7 @@ def check_groups(option: str, text: str, given: object, syncs: Sequence[Sync]) -
     wanted = sorted({group for sync in syncs for group in sync.groups or ()}, key=str)
     if isinstance(given, Mapping):
         fits = given.keys() == set(wanted)
-    else:  # one link is that of all groups, but one number of ranks that of one group
+    else:  # one link may be for all groups, but one number of ranks is for one group
         fits = not isinstance(given, int) or given == 1 or all(len(sync.groups or ()) < 2 for sync in syncs)
     if fits:
         return
@@ -125,7 +125,7 @@ def _named(group: str | None) -> str:
 
 
 def check_writable(path: Path, option: str, *, is_folder: bool = False) -> None:
-    """Try to write where a file or a folder is or will be, and change nothing there."""
+    """Check that a file or a folder can be written, without changing it."""
     try:
         if path.exists() and not is_folder:
             with path.open("ab"):

@@ -140,7 +140,7 @@ def plan(
     choices = {name: choice(parameters, on, world_size=n) for name, on in by_text.items() if AUTO in texts}
     taken = {name: each.taken for name, each in choices.items()}
     if choices:
-        beside = [] if svg else [repr(allreduce)]  # what it is compared with
+        beside = [] if svg else [repr(allreduce)]  # the pipeline to compare with
         named = [each for text in texts for each in (taken.values() if text == AUTO else [text])]
         texts = list(dict.fromkeys([*named, *beside]))
     with terminal.progress(f"running {model} without values"):
@@ -318,7 +318,7 @@ def tune(
     checks.check_imports(imports)
     parameters = checks.check_model(model, trains=False)
     texts = pipelines or (simulated.CANDIDATES_OF_HOPS if own else simulated.CANDIDATES)
-    is_nobodys = model in options.MODELS and not pipelines  # losses of those models are those of no user
+    is_nobodys = model in options.MODELS and not pipelines  # these models' losses are not a user's
     safe = {simulated.OWNERS.plain, *simulated.OWNERS.halves} if own else candidates("none")
     if own:
         with wrong_if(TypeError, ValueError):

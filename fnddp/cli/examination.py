@@ -1,4 +1,4 @@
-"""`fnddp doctor` and `fnddp trace`: compare ranks, measure links and steps, and predict steps from that."""
+"""`fnddp doctor` and `fnddp trace`: compare ranks, measure links and steps, and predict steps from these."""
 
 import math
 import os
@@ -40,7 +40,7 @@ from fnddp.wire import control
 
 REQUIRED = ("torch", "numpy", "optree", "einops")
 PROBES = (MEAN, "bf16(two_shot)", "error_feedback(powersgd(allreduce, rank=2))")
-"""Pipelines whose means must be bit-identical on all ranks: sums by the backend, in rank order, in several rounds."""
+"""Pipelines with means that must be bitwise equal on all ranks: sums by the backend, in rank order, in rounds."""
 
 COMPRESSED = (
     "bucketize(quantize(two_shot))",
@@ -56,11 +56,11 @@ class Findings:
 
     hosts: list[str]  # of each rank
     disagreement: str | None  # the first difference between ranks; None if there is none
-    unequal: list[str]  # pipelines whose mean is not the same on all ranks
-    links: dict[str, Link]  # by what they connect; none in a world of one
+    unequal: list[str]  # pipelines with different means on some ranks
+    links: dict[str, Link]  # by the ranks that they connect; empty in a world of one
     costs: list[Outcome] = field(default_factory=list[Outcome])  # predicted on the link of all ranks, by rank 0
     compute: Compute = field(default_factory=Compute)  # measured by rank 0
-    chosen: str = MEAN  # what sync="auto" takes on the link of all ranks
+    chosen: str = MEAN  # the choice of sync="auto" on the link of all ranks
 
     @property
     def is_sound(self) -> bool:
@@ -141,7 +141,7 @@ def predicted(link: Link, model: str, device: str) -> Generator[Stage, None, tup
 
 
 def installed() -> list[str]:
-    """Return lines about what is installed, and on which machine."""
+    """Return lines about the installed versions and the machine."""
     have = ", ".join(f"{name} {version}" for name, version in versions().items())
     missing = ", ".join(name for name in EXTRA if find_spec(name) is None)
     kind, number = accelerator(), torch.accelerator.device_count()

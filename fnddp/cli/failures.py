@@ -15,14 +15,14 @@ class Failure(Exception):
 
 
 class WrongArgument(Failure, ValueError):
-    """An argument is wrong, or cannot be met here."""
+    """An argument is wrong, or not possible on this machine."""
 
     code = WRONG_ARGUMENTS
 
 
 @contextmanager
 def wrong_if(*errors: type[Exception], option: str = "") -> Generator[None]:
-    """Raise a WrongArgument where the block raises one of `errors`, with its notes: its place in a pipeline's text."""
+    """Raise a WrongArgument if the block raises one of `errors`, with its notes: the position in a pipeline's text."""
     try:
         yield
     except errors as error:
@@ -30,6 +30,6 @@ def wrong_if(*errors: type[Exception], option: str = "") -> Generator[None]:
 
 
 def print_error(command: str, code: int, message: object) -> int:
-    """Print why `command` stops, in one line on standard error, and return `code`."""
+    """Print the reason why `command` stops, in one line on standard error, and return `code`."""
     print(f"{command}: {message}", file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""Ranks of a command: processes of this machine, watched by the parent, or those that a launcher has started."""
+"""Ranks of a command: processes of this machine, watched by the parent, or processes started by a launcher."""
 
 import multiprocessing
 import os
@@ -43,7 +43,7 @@ class RankError(Failure, RuntimeError):
 
 @dataclass(frozen=True)
 class Stage:
-    """Progress of the ranks: what they do, and how much of it is done, if that is known."""
+    """Progress of the ranks: their present task, and the part of it that is done, if known."""
 
     text: str
     done: int = 0
@@ -58,7 +58,7 @@ def run_ranks(
     device: str = "cpu",
     imports: Sequence[str] = (),
 ) -> Generator[Any]:
-    """Run `work(*arguments)` on ranks that are processes of their own, and yield what it yields on rank 0.
+    """Run `work(*arguments)` on ranks in separate processes, and yield the values that it yields on rank 0.
 
     `work` is a module-level function, called with the default process group set up and `imports` imported; arguments
     are picklable. Closing the iterator, or any exception at it (Ctrl-C), ends the ranks.
@@ -69,7 +69,7 @@ def run_ranks(
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     try:
-        with signals_held(signal.SIGINT):  # it is the parent's
+        with signals_held(signal.SIGINT):  # only the parent handles it
             for rank, host in zip(range(world_size), hosts or [None] * world_size, strict=True):
                 pipe, remote = context.Pipe()
                 given = (rank, world_size, store, remote, host, device, tuple(imports), packed)
@@ -91,7 +91,7 @@ def run_ranks(
 
 
 def fresh() -> SpawnContext:
-    """Return the start method: spawn, since a process with threads or an accelerator must not be forked."""
+    """Return the start method: spawn, because a process with threads or an accelerator must not be forked."""
     return multiprocessing.get_context("spawn")
 
 
@@ -100,7 +100,7 @@ def _run_rank(
 ) -> None:
     """Run the work, send its events and its outcome to the parent, and exit."""
     try:
-        for name in imports:  # first: the arguments may hold what they define
+        for name in imports:  # first: arguments may be instances of their classes
             models.imported(name)
         work, arguments = pickle.loads(job)
         if host is not None:
@@ -121,7 +121,7 @@ def _run_rank(
         outcome = RankError(f"rank {rank} raised {what}\n  at {place}")
     with suppress(OSError, EOFError):  # the parent has gone
         pipe.send(outcome)
-        pipe.recv()  # waits until the parent ends it: leaving would break connections that others still read from
+        pipe.recv()  # waits until the parent ends this process: exiting would break connections that others still read
     os._exit(1)  # at once: a process group in use may not come down
 
 
@@ -135,7 +135,7 @@ def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> Iterator[An
             except (EOFError, ConnectionResetError):
                 message = RankError("a rank was ended")
             if isinstance(message, RankError):
-                # A rank that crashes takes the others' connections with it: name it, whichever error comes first.
+                # A rank that crashes breaks the others' connections: report that rank, even if other errors come first.
                 by_sentinel: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
                 for sentinel in wait(list(by_sentinel), SETTLE_SECONDS):
                     by_sentinel[sentinel].join()
@@ -148,7 +148,7 @@ def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> Iterator[An
 
 
 def how_it_ended(name: str, code: int) -> str:
-    """Return in words how the process `name` ended, by its exit code."""
+    """Describe how the process `name` ended, from its exit code."""
     if code < 0:
         return f"{name} was ended by {signal.Signals(-code).name} ({signal.strsignal(-code)})"
     return f"{name} exited with code {code} before it was done"
@@ -156,7 +156,7 @@ def how_it_ended(name: str, code: int) -> str:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process among the ranks that a launcher has started."""
+    """This process's rank among the ranks that a launcher has started."""
 
     launcher: str  # its name
     rank: int
@@ -165,7 +165,7 @@ class RankInfo:
 
 
 def rank_info() -> RankInfo | None:
-    """Return this process' rank, from the environment; None if no launcher has started several ranks."""
+    """Return this process's rank, from the environment; None unless a launcher has started several ranks."""
     for launcher, (rank, size, local) in LAUNCHERS.items():
         world_size = int(os.environ.get(size) or 1)
         if world_size == 1 and not (size == "WORLD_SIZE" and dist.is_torchelastic_launched()):
@@ -180,7 +180,7 @@ def rank_info() -> RankInfo | None:
 
 
 def print_error_once(command: str, code: int, message: object) -> int:
-    """Print why `command` stops, and return `code`: on all ranks if it failed, else once on each host."""
+    """Print the reason why `command` stops, and return `code`: on all ranks if it failed, else once on each host."""
     at = None
     with suppress(WrongArgument):  # probably the error that `message` reports
         at = rank_info()
@@ -202,16 +202,16 @@ class Ranks:
     at: RankInfo | None  # this process among a launcher's
     count: int
     device: str = "cpu"  # its kind
-    link: str | None = None  # between processes that have a network each; None for loopback
+    link: str | None = None  # between processes with separate networks; None for loopback
     imports: tuple[str, ...] = ()  # modules that processes import first
 
     @property
     def report(self) -> bool:
-        """True in the process that prints the results of all: rank 0, or the parent of processes."""
+        """True in the process that prints the results of all ranks: rank 0, or the parent of the processes."""
         return self.at is None or self.at.rank == 0
 
     def run(self, work: Work, *arguments: Any) -> list[Any]:
-        """Run `work` on all ranks, show each `Stage` that it yields, and return the rest, of this rank or the first."""
+        """Run `work` on all ranks, show each `Stage`, and return the other values of this rank or the first."""
         found: list[Any] = []
         with ExitStack() as stack:
             does = "starting" if self.at is None else "waiting for"
@@ -239,9 +239,9 @@ def check_ranks(
     *,
     is_shared: bool = False,
 ) -> Ranks:
-    """Return the ranks that options ask for: `ranks`, or the launcher's, or two.
+    """Return the ranks that the options request: `ranks`, or the launcher's ranks, or two.
 
-    Each has a `device` ("auto": an accelerator if there are enough), or processes share one if `is_shared`.
+    Each has its own `device` ("auto": an accelerator if there are enough); with `is_shared`, processes share one.
     """
     at, shaped = rank_info(), None if link == "loopback" else link
     if shaped is not None:
@@ -282,7 +282,7 @@ def joined(at: RankInfo, device: str, timeout: timedelta = TIMEOUT) -> Generator
             f"{at.world_size} ranks of {at.launcher} must meet somewhere: set MASTER_ADDR to the host of rank 0 "
             "(with SLURM: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1))"
         )
-    devices.select(device, at.local_rank, at.local_rank + 1)  # which `check_ranks` has found
+    devices.select(device, at.local_rank, at.local_rank + 1)  # `check_ranks` has found it
     backend = devices.device_of(torch.device(device)).backend
     try:
         dist.init_process_group(backend, rank=at.rank, world_size=at.world_size, timeout=timeout)

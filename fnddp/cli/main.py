@@ -51,11 +51,11 @@ def completion(shell: Literal["bash", "zsh", "fish"]) -> int:
 
 
 def reporting_errors(command: Callable[..., int]) -> Callable[..., int]:
-    """Wrap `command` to report expected errors in one line on standard error, with an exit code; others propagate."""
+    """Wrap `command` to report expected errors in one line on standard error, with an exit code; raise others."""
 
     @wraps(command)
     def run(*arguments: object, **options: object) -> int:
-        from fnddp.cli.terminal import is_first_rank, progress  # imports rich, which completion does not need
+        from fnddp.cli.terminal import is_first_rank, progress  # imports rich; completion does not need it
 
         name = f"fnddp {command.__name__}"
         try:
@@ -84,7 +84,7 @@ def reporting_errors(command: Callable[..., int]) -> Callable[..., int]:
             if missing not in EXTRA:
                 raise
             code, message = FAILED, f"needs {error.name}, which is not installed: pip install 'fnddp[demo]'"
-        from fnddp.cli.launch import print_error_once  # imports torch, which completion and --version do not need
+        from fnddp.cli.launch import print_error_once  # imports torch; completion and --version do not need it
 
         return print_error_once(name, code, message)
 
@@ -92,7 +92,7 @@ def reporting_errors(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _check_syntax(options: Mapping[str, object]) -> None:
-    """Raise a WrongArgument for a text that is no pipeline, before torch is imported for seconds."""
+    """Raise a WrongArgument for a text that is not a pipeline, before importing torch, which takes seconds."""
     from fnddp.core.syntax import expression_of
 
     for name in ("pipeline", "pipelines", "gradients", "weights"):
@@ -112,7 +112,7 @@ app.command()(completion)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, `--help` if it is empty, and return its exit code: 0, or one of those in `failures`."""
+    """Run the command line, or `--help` if it is empty, and return its exit code: 0, or one of `failures`."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         return app(arguments, prog_name="fnddp", standalone_mode=False) or 0

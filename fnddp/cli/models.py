@@ -26,7 +26,7 @@ from fnddp.run.measure import measure_backward
 from fnddp.simulation.tune import Batch, Forward, Loss, Problem, trained
 
 Params = dict[str, Tensor]
-BATCH_SIZE = 32  # of a rank, where it can be chosen and is not
+BATCH_SIZE = 32  # of a rank, the default where it can be chosen
 DATA = {"digits": "fnddp.cli.digits", "text": "fnddp.cli.characters"}
 """Modules with data for any model, imported when asked for: digits need scikit-learn."""
 
@@ -38,14 +38,14 @@ def make():
     inputs = torch.randn(32, 20)
     return module, inputs, lambda output: output.square().mean()"""
 
-# Files that users have not written: fnddp's, Python's, and what is installed.
+# Files that users have not written: fnddp's, Python's, and installed packages.
 _NOT_OWN = (str(Path(__file__).parent.parent), "<frozen", *sysconfig.get_paths().values())
 
 
 def imported(name: str) -> ModuleType:
-    """Import and return the module `name`: an installed one, one of this folder, or "FILE.py"."""
+    """Import and return the module `name`: an installed module, a module of this folder, or "FILE.py"."""
     file = Path(name).absolute() if name.endswith(".py") else None
-    # As if Python ran the file, which may import its neighbours; or `python -m`: a console script does not.
+    # As if Python ran the file, or `python -m`, so that it can import its neighbours: console scripts cannot.
     folder = str(Path.cwd() if file is None else file.parent)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -71,13 +71,13 @@ def _of_file(file: Path) -> ModuleType:
     try:
         exec(compile(file.read_bytes(), file, "exec"), vars(module))
     except BaseException:
-        del sys.modules[name]  # half of it
+        del sys.modules[name]  # it is incomplete
         raise
     return module
 
 
 def class_loss(forward: Forward, batch: Batch) -> Tensor:
-    """Return the mean cross-entropy of classes: of samples, or of each position in sequences."""
+    """Return the mean cross-entropy of classes, over samples or over all positions in sequences."""
     inputs, labels = batch
     return cross_entropy(forward(inputs).flatten(0, labels.ndim - 1), labels.flatten())
 
@@ -85,8 +85,8 @@ def class_loss(forward: Forward, batch: Batch) -> Tensor:
 def load(name: str) -> Problem:
     """Return the problem `name`: one of MODELS, "FILE.py:fn", or "module:fn".
 
-    `fn()` returns `(module, inputs, loss_fn)`: a tensor or tuple of tensors that the module takes, and a function from
-    its output to a scalar; or a `Problem`.
+    `fn()` returns `(module, inputs, loss_fn)` or a `Problem`. `inputs` is a tensor or a tuple of tensors for the
+    module, and `loss_fn` a function from its output to a scalar.
     """
     make = _maker(name)
     built = make()
@@ -123,7 +123,7 @@ def has_one_batch(problem: Problem) -> bool:
 def parameters(name: str) -> Params:
     """Return the parameters of the model `name`, without values (on the meta device): enough for planning.
 
-    `fn()` may also return, or be, a module alone, or the class of one.
+    `fn()` may also return a module alone; `fn` may also be a module or a module class.
 
     >>> sum(p.numel() for p in parameters("gpt2").values())
     124439808
@@ -132,13 +132,13 @@ def parameters(name: str) -> Params:
     try:
         with torch.device("meta"):
             module = _module(make())
-    except (WrongArgument, RuntimeError):  # perhaps it reads values, and on the meta device there are none
+    except (WrongArgument, RuntimeError):  # perhaps it reads values; the meta device has none
         module = _module(make())
     return {path: p.to("meta") for path, p in trained(module).items()}
 
 
 def arrival(name: str) -> list[str] | None:
-    """Return the names of parameters in the order in which backward has their gradients, as steps after the first know.
+    """Return the names of parameters in the order of their gradients in backward, as known after the first step.
 
     None for a module alone, and for a model that cannot run without values.
 
@@ -156,7 +156,7 @@ def arrival(name: str) -> list[str] | None:
 
 
 def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int, rate: float | None) -> Problem:
-    """Return what `--model` and `--data` name; the learning rate falls from `rate`, or what suits the data, to zero."""
+    """Return the problem of `--model` and `--data`; the learning rate falls from `rate`, or a default, to zero."""
     source = data if data in DATA else model if model in DATA else None
     make = _maker(model)
     problem = import_module(DATA[source]).problem(batch, lambda: _module(make())) if source else load(model)
@@ -184,7 +184,7 @@ def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
             _let_rate_fall(each, steps)
         return made
 
-    # Final losses depend less on the last batches where the learning rate falls to zero.
+    # Final losses depend less on the last batches if the learning rate falls to zero.
     return replace(problem, optimizer=optimizers)
 
 
@@ -298,7 +298,7 @@ def _layer(width: int, heads: int, hidden: int, activation: str = "relu") -> nn.
 
 
 def _causal(layers: nn.ModuleList, x: Tensor) -> Tensor:
-    """Return `x: [batch, tokens, width]` after layers in which a token sees none behind it."""
+    """Return `x: [batch, tokens, width]` after layers where a token attends only to earlier ones."""
     later = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
     for layer in layers:
         x = layer(x, src_mask=later, is_causal=True)

@@ -1,6 +1,6 @@
-"""Several hosts with slow links on one machine: Linux network namespaces, joined by a bridge in one of their own.
+"""Several hosts with slow links on one machine: Linux network namespaces, joined by a bridge in another namespace.
 
-Nothing of the machine's own network is touched. `tc tbf` shapes what a host sends; `tc netem` adds a latency.
+The machine's own network does not change. `tc tbf` limits the rate at which a host sends; `tc netem` adds a latency.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 class NetworkError(Failure, RuntimeError):
-    """Hosts cannot be made here; the message names the missing part."""
+    """Hosts cannot be created on this machine; the message names the missing part."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Host:
 
 @contextmanager
 def shaped_hosts(n: int, link: str) -> Generator[list[Host]]:
-    """Make `n` hosts on one switch, each of which sends over a `link`, and remove them when the block ends.
+    """Create `n` hosts on one switch, each with its own `link`, and remove them when the block ends.
 
-    `Link.parse` reads the link, such as "200mbit"; a latency needs the kernel's module sch_netem. While it lasts,
-    SIGTERM raises `SystemExit`, so that it cleans up as Ctrl-C does. The next run removes what a killed one has left.
-    Call it on the main thread.
+    `Link.parse` reads the link, such as "200mbit"; a latency needs the kernel's module sch_netem. In the block, SIGTERM
+    raises `SystemExit`, so that it cleans up as Ctrl-C does. The next run removes the hosts of a killed one. Call it on
+    the main thread.
     """
     parsed = Link.parse(link)
     if not 1 <= n <= MAX_HOSTS:
@@ -99,7 +99,7 @@ def loopback_device() -> str:
 
 
 def sent_bytes(interface: str) -> int:
-    """Return the bytes that this process' host has sent through `interface` so far, with headers."""
+    """Return the bytes that this process's host has sent through `interface` so far, with headers."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == interface:
@@ -130,7 +130,7 @@ def _make(name: str, n: int, link: Link) -> list[Host]:
 
 
 def _remove(pattern: str) -> None:
-    for namespace in NAMESPACES.glob(pattern):  # devices end with the namespace that they are in
+    for namespace in NAMESPACES.glob(pattern):  # devices are removed with their namespace
         subprocess.run(["ip", "netns", "delete", namespace.name], capture_output=True, check=False)
 
 

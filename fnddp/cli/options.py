@@ -1,4 +1,4 @@
-"""Options of several commands. This file and those of commands import no torch: completion runs them at each key."""
+"""Options of several commands. This file and the commands do not import torch: completion runs them at each key."""
 
 import math
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ MODELS = {
     "digits": "fnddp.cli.digits:problem",
     **{name: f"fnddp.cli.models:{name}" for name in ("transformer", "deep", "gpt2", "resnet18")},
 }
-"""Functions that return problems, by the names that `--model` takes."""
+"""Functions that return problems, by the names that `--model` accepts."""
 
 DEFAULT_PIPELINES = (
     "allreduce",
@@ -22,7 +22,7 @@ DEFAULT_PIPELINES = (
 
 
 def positive(value: float | None) -> float | None:
-    """Return `value` if it is a finite number above 0, or none is given."""
+    """Return `value` if it is None or a finite number above 0."""
     if value is not None and not 0 < value < math.inf:
         raise typer.BadParameter(f"must be a positive number, got {value}")
     return value

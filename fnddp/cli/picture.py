@@ -1,4 +1,4 @@
-"""Figures of matplotlib's: as SVG that is dark on dark pages, as plans are, and with results as files."""
+"""Figures of matplotlib as SVG that turns dark on dark pages, like pictures of plans; results are saved as files."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from fnddp.show.drawing import INK, PAPER
 
 RESULTS = "results.json"
 COLOURS = ("#000000", *drawing.COLOURS, "#F0E442")
-# Of what is drawn, and on dark pages. Colours that are not here read on both.
+# Colours on light pages, and their replacements on dark pages. Other colours are readable on both.
 DARK = {
     INK: "#eceff1",
     PAPER: "#1e2429",
@@ -33,7 +33,7 @@ _STYLE: dict[Any, str] = {
     **dict.fromkeys(_INKED, INK),
     "figure.facecolor": PAPER,
     "axes.facecolor": PAPER,
-    # Text as paths: the picture is the same everywhere. No random ids: it is the same in every run.
+    # Text as paths: the picture is the same on every machine. No random ids: it is the same in every run.
     "svg.fonttype": "path",
     "svg.hashsalt": "fnddp",
     "font.family": "DejaVu Sans",
@@ -41,11 +41,11 @@ _STYLE: dict[Any, str] = {
 
 
 def save(draw: Callable[[], Figure], file: Path) -> None:
-    """Write the figure that `draw` makes as SVG; without style sheets it is that of light pages."""
+    """Write the figure of `draw` as SVG; renderers without style sheets show the colours of light pages."""
     with mpl.rc_context(_STYLE):
         draw().savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
     start, tag, rest = file.read_text().partition("<defs>\n")
-    # matplotlib writes colours into each element's own style, over which only what is important wins.
+    # matplotlib writes colours into each element's own style; only `!important` rules override these.
     rules = (
         f'[style*="{what}: {light}"] {{{what}: {dark} !important}}\n'
         for light, dark in DARK.items()
@@ -56,7 +56,7 @@ def save(draw: Callable[[], Figure], file: Path) -> None:
 
 
 def write(out: Path, name: str, draw: Callable[[], Figure], found: dict[str, Any]) -> None:
-    """Write a picture and the numbers behind it, `found`, into the folder `out`."""
+    """Write a picture and its numbers, `found`, into the folder `out`."""
     write_results(out, found)
     if name.endswith(".svg"):
         save(draw, out / name)
@@ -66,7 +66,7 @@ def write(out: Path, name: str, draw: Callable[[], Figure], found: dict[str, Any
 
 
 def write_results(out: Path, found: dict[str, Any]) -> None:
-    """Write numbers into the folder `out`, as a whole: whoever is interrupted keeps those of before."""
+    """Write numbers into the folder `out`, atomically: an interrupted run keeps the earlier ones."""
     out.mkdir(parents=True, exist_ok=True)
     temporary = out / f"{RESULTS}.new"
     temporary.write_text(json.dumps(_finite(found), indent=1) + "\n")
@@ -74,7 +74,7 @@ def write_results(out: Path, found: dict[str, Any]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Replace what JSON has no number for by None."""
+    """Replace numbers that JSON cannot represent by None."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

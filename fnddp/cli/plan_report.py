@@ -25,7 +25,7 @@ from fnddp.wire.groups import DEFAULT_GROUP, World, WorldSize, within
 
 _BLOCK = re.compile(r"(?:.*?\.)??\d+(?=\.)")
 
-Costs = dict[str, Any]  # of a step, or the mean of several, as JSON has them
+Costs = dict[str, Any]  # of a step, or the mean of several, as JSON values
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Setting:
     model: str
     parameters: dict[str, Tensor]  # by name, without values
     ranks: WorldSize  # of all groups, or of each
-    links: dict[str, Links]  # by the text that writes them
+    links: dict[str, Links]  # by their text
     step: int | None  # of all counters; None for a step after all warm-ups
-    backward: float | None  # seconds; None to hide nothing behind it
+    backward: float | None  # seconds; None if no communication overlaps with it
     bucket_cap_mb: float
-    arrival: list[str] | None = None  # names of parameters as their gradients come, where that is known
+    arrival: list[str] | None = None  # names of parameters in the order of their gradients, if known
 
     @property
     def order(self) -> list[str] | None:
-        """The order in which the step expects gradients: the first one does not know how they come."""
+        """The order in which the step expects gradients; None if unknown, as in the first step."""
         return None if self.step == 0 else self.arrival
 
     @property
@@ -64,8 +64,8 @@ class Setting:
 def planned(sync: Sync, setting: Setting) -> tuple[list[Plan], Costs]:
     """Lower `sync` for ranks that need not exist; return the plan of each step of a period, and the costs.
 
-    `phases` are costs of steps that differ, each with the number of steps of a period that have them; `first_step` are
-    those of the very first one, where it sends something else than these.
+    `phases` are the different costs of steps, each with its number of steps in a period; `first_step` has the costs of
+    the very first step, if it sends other messages.
     """
     ranks = World(size=setting.ranks).size_of(sync.groups)
     options: Any = {"world_size": ranks, "bucket_cap_mb": setting.bucket_cap_mb, "arrival": setting.order}
@@ -98,7 +98,7 @@ def _look(plan: Plan) -> tuple[int, int, int]:
 
 
 def _costs(plans: Sequence[tuple[Plan, int]], setting: Setting) -> Costs:
-    """Return the costs of a step: the mean of bytes and times over so many of each plan, the maximum of the others."""
+    """Return the costs of a step: the mean of bytes and times over the steps of each plan; the maximum of others."""
 
     def mean(values: Sequence[Any]) -> Any:
         return fmean(values, [steps for _, steps in plans]) if len(plans) > 1 else values[0]
@@ -117,7 +117,7 @@ def _costs(plans: Sequence[tuple[Plan, int]], setting: Setting) -> Costs:
         "reduction": plain / link_bytes if plain and link_bytes else None,
         "collectives": mean([len(plan.collectives) for plan, _ in plans]),
         "rounds": max(plan.rounds for plan, _ in plans),
-        "peak_bytes": max(plan.peak_bytes for plan, _ in plans) or None,  # never 0 bytes: the means are among them
+        "peak_bytes": max(plan.peak_bytes for plan, _ in plans) or None,  # never 0 bytes: it includes the means
         "links": {
             text: {time: mean([getattr(step, time.removeprefix("step_")) for step in steps]) for time in times}
             for text, steps in estimates.items()
@@ -204,7 +204,7 @@ def show_axes(
     weights: str | None,
 ) -> None:
     """Print the plan of a step of `model`, with the time of each axis on each of `links`."""
-    from fnddp.integrations.fsdp.axes import plan_axes  # with FSDP2, which takes a second to import
+    from fnddp.integrations.fsdp.axes import plan_axes  # importing FSDP2 takes a second
 
     if len(pipelines) > (replicas > 1):
         fix = "give one" if replicas > 1 else "give their number, --replicas N; --gradients and --weights are of shards"
@@ -240,7 +240,7 @@ def show_axes(
 
 
 def blocks(parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return parameters by the numbered module that they are in, such as "layers.3"; "" for the rest.
+    """Return parameters by their numbered module, such as "layers.3"; "" for the rest.
 
     >>> list(blocks({"wte.weight": None, "h.0.up.weight": None, "h.1.up.weight": None, "2.weight": None}))
     ['', 'h.0', 'h.1', '2']

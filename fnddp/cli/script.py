@@ -29,7 +29,7 @@ def run(script: Path, arguments: Sequence[str], hosts: Sequence[Host]) -> None:
         while None in (codes := [process.poll() for process in processes]) and not any(codes):
             time.sleep(0.05)
         if any(codes):
-            time.sleep(SETTLE_SECONDS)  # a rank that is killed takes the others' connections with it: name that one
+            time.sleep(SETTLE_SECONDS)  # a rank that is killed breaks the others' connections: name that one
             codes = [process.poll() or 0 for process in processes]
             rank = codes.index(min(codes) or max(codes))
             raise RankError(how_it_ended(f"rank {rank}", codes[rank]))
@@ -40,7 +40,7 @@ def run(script: Path, arguments: Sequence[str], hosts: Sequence[Host]) -> None:
         while None in [process.poll() for process in processes] and time.monotonic() < deadline:
             time.sleep(0.05)
         for process in processes:
-            _signal(process, signal.SIGKILL)  # what it has started, too
+            _signal(process, signal.SIGKILL)  # also its child processes
             process.wait()
 
 
@@ -51,7 +51,7 @@ def sent(host: Host) -> int:
         host.enter()
         return sent_bytes(host.interface)
 
-    with ThreadPoolExecutor(1) as pool:  # a thread stays on the host that it has entered
+    with ThreadPoolExecutor(1) as pool:  # a thread cannot leave the host that it entered
         return pool.submit(count).result()
 
 
@@ -59,7 +59,7 @@ def _of_torchrun(rank: int, hosts: Sequence[Host]) -> dict[str, str]:
     n, interface = len(hosts), hosts[rank].interface
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_PORT": PORT}
     names = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    # These hosts have no names, and c10d would warn of that on each connection.
+    # These hosts do not have names, and c10d would log a warning on each connection.
     defaults = {"OMP_NUM_THREADS": str(max(1, checks.cores() // n)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return {**defaults, **os.environ, **names, **{name: str(number) for name, number in numbers.items()}}
 

@@ -1,4 +1,4 @@
-"""Output by rich: text that folds, tables in which no number is ever cut, and progress: a bar, or lines."""
+"""Output by rich: text that folds, tables that never cut a number, and progress as a bar or as lines."""
 
 import os
 import re
@@ -15,15 +15,15 @@ from rich import box, table
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-WHOLE = 10_000  # columns of a file or a pipe, which have no width
+WHOLE = 10_000  # columns for a file or a pipe, because these have no width
 READABLE = 110  # columns of captions there
-NARROWEST = 24  # columns of names, as long as a number can give way instead
+NARROWEST = 24  # columns of names, while columns of numbers can be dropped instead
 GAP = 2  # columns before each number
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Variables in which launchers pass a rank: the first one shows progress."""
 
-SILENT, QUIET = 2.0, 30.0  # seconds without a line, of what has just begun, and of what goes on
+SILENT, QUIET = 2.0, 30.0  # seconds without a line, for a new task and for a running one
 
 SIZES = {
     "wire B": "wire bytes: what a rank passes to its collectives in a step",
@@ -43,7 +43,7 @@ class _Console(Console):
 
 
 def console(stream: TextIO, width: int | None = None) -> Console:
-    """Return a console on `stream`, without styles where it is no terminal, NO_COLOR is set, or TERM is dumb."""
+    """Return a console on `stream`, without styles if it is not a terminal, NO_COLOR is set, or TERM is dumb."""
     is_terminal = stream.isatty()
     return _Console(
         file=stream,
@@ -67,13 +67,13 @@ class Grid:
     """A column of names, and columns of numbers."""
 
     name: str  # the heading of the names
-    columns: Mapping[str, int]  # weights, by heading; those with the least weight give way first
+    columns: Mapping[str, int]  # weights, by heading; columns with the least weight are dropped first
     rows: Sequence[Sequence[str]]  # a name and a cell for each column
-    legend: Mapping[str, str]  # what columns mean, by what their headings contain; shown with them
+    legend: Mapping[str, str]  # meanings of columns, by a part of their headings; shown with them
     note: str = ""
 
     def show(self) -> None:
-        """Print it, as wide as the terminal; as wide as it needs in a file or a pipe."""
+        """Print the table, as wide as the terminal; in a file or a pipe as wide as needed."""
         headings, width = list(self.columns), console(sys.stdout).width
         shown, narrowest = self._fitting(width)
         made = table.Table(self.name, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
@@ -96,7 +96,7 @@ class Grid:
         to.print(*filter(None, (self.note, unseen)), "", sep="\n", style="dim", width=most)
 
     def _fitting(self, width: int) -> tuple[list[int], int]:
-        """Return the columns that fit `width`, at least one, and the least width at which they are whole."""
+        """Return the columns that fit `width`, at least one, and the least width that shows them whole."""
         priorities = list(self.columns.values())
         lines = [[*heading.split("\n"), *(row[i] for row in self.rows)] for i, heading in enumerate(self.columns, 1)]
         widths = [GAP + max(map(len, column)) for column in lines]
@@ -108,7 +108,7 @@ class Grid:
 
 
 def _folded(name: str, width: int) -> str:
-    """Break `name` where a reader would; rich folds what is still too long."""
+    """Break `name` between the parts of a pipeline; rich folds parts that are still too long."""
     lines = [""]
     for piece in _PIECES.findall(name):
         if lines[-1].strip() and len((lines[-1] + piece).rstrip()) > width:
@@ -124,9 +124,9 @@ def is_first_rank() -> bool:
 
 @contextmanager
 def progress(text: str) -> Generator[Callable[..., None]]:
-    """Show `text` on the first rank's standard error; yield a function that shows what is done next.
+    """Show `text` on the first rank's standard error; yield a function that shows the next task.
 
-    On a terminal it is a line with a bar. Elsewhere each text is a line of its own, with the time that is left.
+    On a terminal it is a line with a bar. Otherwise each text is a line of its own, with the remaining time.
     """
     to = console(sys.stderr)
     if not is_first_rank():
@@ -135,7 +135,7 @@ def progress(text: str) -> Generator[Callable[..., None]]:
     if not to.is_terminal or to.is_dumb_terminal:
         lines = Lines(sys.stderr)
         lines.show(text)
-        timer = Timer(SILENT, lines.begin)  # what takes no time needs no line
+        timer = Timer(SILENT, lines.begin)  # a short task needs no line
         timer.daemon = True
         timer.start()
         try:
@@ -177,12 +177,12 @@ class Lines:
         self._line, self._has_begun = "", False
 
     def begin(self) -> None:
-        """Write the line of the present text, and from now on each."""
+        """Write a line for the present text, and from now on for every text."""
         self._has_begun = True
         print(self._line, file=self._stream, flush=True)
 
     def show(self, text: str, done: int = 0, of: int | None = None) -> None:
-        """Write `text`, which is the next of `of` parts, if it is another one than before."""
+        """Write `text`, the next of `of` parts, if it differs from the last one."""
         now = self._clock()
         if not done:
             self._since = now
@@ -200,7 +200,7 @@ def _rounded(seconds: float) -> str:
 
 
 def each(does: str, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Return `function` of each item, and show for which one it is being computed."""
+    """Return `function(item)` for each item, and show the item in progress."""
     with progress(f"{does} {items[0]}" if items else does) as show:
         found: list[R] = []
         for i, item in enumerate(items):

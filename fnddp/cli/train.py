@@ -27,13 +27,13 @@ TIMED_STEPS = 50
 
 
 class Result(TypedDict):
-    """Training with one pipeline, as results.json has it."""
+    """Training with one pipeline, in the form of results.json."""
 
     pipeline: str  # its expression
-    bytes_per_step: int  # that the last step sent: schedules have come to their final phase
-    reduction: float | None  # 4 bytes for each parameter over that; None if nothing was sent
+    bytes_per_step: int  # of the last step: schedules have reached their final phase
+    reduction: float | None  # 4 bytes for each parameter divided by that; None if it is 0
     bytes_total: int
-    test_accuracy: float | None  # after the last step; None where there is no test set
+    test_accuracy: float | None  # after the last step; None without a test set
     step_seconds_median: float  # on this rank
     loss_by_step: list[float]  # in training, the mean over ranks
     bytes_sent_by_step: list[int]  # by one rank until the end of each step, counted
@@ -75,7 +75,7 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int, kind: st
         agree(partial(dict[str, str], {f"the final parameters of {sync!r}": final}), group=None)
 
         seconds: list[float] = []
-        # The counter slows a step down. A step is pure, so it can be timed apart, and its results thrown away.
+        # The counter slows a step down. A step is pure, so it can be timed separately and its results dropped.
         for _ in range(min(steps, TIMED_STEPS)):
             start = time.perf_counter()
             _, grads, _ = step(params, state, *batch)
@@ -84,7 +84,7 @@ def train(pipelines: Sequence[Sync], model: str, steps: int, seed: int, kind: st
         mean = torch.stack(losses)
         dist.all_reduce(mean)
         elements = sum(p.numel() for p in params.values())
-        on_cpu = {path: p.cpu() for path, p in params.items()}  # where test data are
+        on_cpu = {path: p.cpu() for path, p in params.items()}  # test data are on the CPU
         yield Result(
             pipeline=repr(sync),
             bytes_per_step=sent[-1],

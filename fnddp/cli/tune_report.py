@@ -15,7 +15,7 @@ PLOT = "pareto.svg"
 
 
 def title(found: dict[str, Any]) -> str:
-    """Return what was trained, and on which link."""
+    """Return a title with the trained model and the link."""
     numbers = f"{found['ranks']} virtual ranks, {found['steps']} steps, {found['seeds']} seeds"
     data = "" if found["model"] == found["data"] else f" on {found['data']}"
     return f"{found['model']}{data}, {numbers}; link {found['link']}"
@@ -100,9 +100,9 @@ def plot(tuned: Tuned, found: dict[str, Any]) -> Figure:
     for axes in (by_time, by_bytes):
         if math.isfinite(tuned.mean.loss):
             axes.axhline(tuned.mean.loss + tuned.within, color="0.6", linestyle=":", linewidth=1)
-        if axes is by_time or tuned.mean.link_bytes:  # of one rank there are none
+        if axes is by_time or tuned.mean.link_bytes:  # one rank sends no bytes
             axes.set_xscale("log")
-        axes.set_yscale("log")  # what does not train is far above all that does
+        axes.set_yscale("log")  # losses of failed trainings are far above all others
         dress(axes)
     front = [each for each in tuned.pareto if math.isfinite(each.loss)]
     by_time.plot([each.seconds for each in front], [each.loss for each in front], color="0.7", zorder=0)

@@ -25,10 +25,10 @@ from fnddp.torch_private import reinterpreted
 
 
 class Format(NamedTuple):
-    """Floats of `bits` bits, of which the largest is `largest`, and the largest power of two 2 ** `top`.
+    """Floats of `bits` bits; the largest one is `largest`, and the largest power of two is 2 ** `top`.
 
-    Sign-extended to 16 bits, times 2 ** `shift`, and without the bits of `copies` (of the sign), one has the bits of a
-    float16 that is smaller by the factor 2 ** `less`, whose exponent has a larger bias.
+    To decode, extend the sign to 16 bits, shift left by `shift`, and clear the bits `copies` (copies of the sign). The
+    result has the bits of a float16 that is smaller by the factor 2 ** `less`, because its exponent has a larger bias.
     """
 
     bits: int
@@ -53,30 +53,30 @@ NOT_FINITE = 255 << MANTISSA
 class fp8(Codec):
     """Send each element as a float of 8 or 4 bits, after scaling its block to the range of the format.
 
-    The error is relative to the element, that of `quantize` to the block: e4m3 errs by at most 1 / 16 of an element
-    down to 2 ** -14 of the block's largest one, e5m2 by 1 / 8 down to 2 ** -29, e2m1 by 1 / 4 down to 1 / 6. The wrong
-    choice for blocks of elements of one magnitude, which int8 rounds finer; and without `error_feedback`, because it is
-    biased. A block whose largest element is below the smallest normal number times the format's largest (5.3e-36 for
-    e4m3 of float32) becomes zeros.
+    The error is relative to the element; the error of `quantize` is relative to the block. For elements down to 2 **
+    -14 of the block's largest one, e4m3 errs by at most 1 / 16 of the element; e5m2 by 1 / 8 down to 2 ** -29; e2m1 by
+    1 / 4 down to 1 / 6. The wrong choice for blocks of elements of one magnitude, because int8 rounds these finer; and
+    without `error_feedback`, because it is biased. A block becomes zeros if its largest element is below the smallest
+    normal number times the format's largest (5.3e-36 for e4m3 of float32).
 
     The block formats of accelerators, bit for bit, are `fp8(two_shot, block=32, scale="e8m0")` (MXFP8) and
     `fp8(two_shot, format="e2m1", block=32, scale="e8m0")` (MXFP4). Scales of powers of two may round the largest
-    element of a block down, by an eighth in e4m3 and e5m2, and by a quarter in e2m1. Gradients beyond the range of
-    float32 become NaN or infinite then.
+    element of a block down, by an eighth in e4m3 and e5m2, and by a quarter in e2m1. With these scales, gradients
+    beyond the range of float32 become NaN or infinite.
 
     Args:
         inner: The carrier, or a codec for the scales: `fp8(bf16(two_shot))`; with scales of powers of two, a carrier.
-        format: "e4m3" (torch.float8_e4m3fn, up to 448), "e5m2" (torch.float8_e5m2, up to 57,344), or "e2m1" (of 4 bits:
+        format: "e4m3" (torch.float8_e4m3fn, up to 448), "e5m2" (torch.float8_e5m2, up to 57,344), or "e2m1" (4 bits:
             0, 0.5, 1, 1.5, 2, 3, 4 and 6, two in a byte).
-        block: Number of elements that share a scale. None for a row: a leaf, or a rank's part of it. Even for e2m1.
+        block: Number of elements that share a scale; even for e2m1. None for a row: a leaf, or a rank's part of it.
         scale: "float32", or wider for wider gradients, maps the largest element of a block to the largest of the
             format; "e8m0" is a power of two in 8 bits, torch.float8_e8m0fnu.
 
-    Source: Micikevicius et al., "FP8 formats for deep learning", arXiv 2209.05433; a scale for each block, where
-    torchft's quantized all-reduce has one for each row. OCP Microscaling Formats (MX) Specification 1.0, 2023, sections
-    5 and 6.3: the exponent of a scale is that of the largest element less that of the format's largest power of two;
-    elements are rounded to nearest, ties to even, and larger ones to the largest; a block with NaN or infinite values
-    is all NaN.
+    Source: Micikevicius et al., "FP8 formats for deep learning", arXiv 2209.05433; with a scale for each block, unlike
+    torchft's quantized all-reduce, with one for each row. OCP Microscaling Formats (MX) Specification 1.0, 2023,
+    sections 5 and 6.3: the exponent of a scale is that of the largest element less that of the format's largest power
+    of two; elements are rounded to nearest, ties to even, and larger ones to the largest; a block with NaN or infinite
+    values is all NaN.
 
     >>> from fnddp import allgather
     >>> fp8(allgather)({"w": torch.tensor([448.0, 19.0, -1.0, 0.0])}, ())[0]
@@ -111,7 +111,7 @@ class fp8(Codec):
         else:
             exponent = torch.bitwise_right_shift(reinterpreted(largest, torch.int32), MANTISSA)
             scale = torch.where(exponent == 255, 255, (exponent - form.top).clamp(min=0)).to(torch.uint8)
-            # Its inverse, which is a normal number, without rounding; where it is NaN, of any value.
+            # The exact inverse of the scale, a normal number; for a NaN scale, any value.
             q = blocks * reinterpreted((254 - scale.to(torch.int32)).abs() * (1 << MANTISSA), torch.float32).unsqueeze(
                 -1
             )
@@ -129,7 +129,7 @@ class fp8(Codec):
     def decode(self, payload: Payload, n: int) -> Tensor:
         form, scale = FORMATS[self.format], payload["scale"]
         q = reinterpreted(unpack(payload["q"], form.bits, block_size(self.block, n)), torch.int8)
-        # A float16 has the bits of all and zeros behind: converting that is many times as fast as converting a byte.
+        # A float16 has the bits of each format, then zeros: converting it is many times as fast as converting a byte.
         half = torch.bitwise_and(q.to(torch.int16) * (1 << form.shift), ~form.copies)
         if self.scale == "e8m0":
             exponent = scale.to(torch.int32)
@@ -144,7 +144,7 @@ class fp8(Codec):
 
 
 def _in_four_bits(q: Tensor) -> Tensor:
-    """Return numbers of up to 6 rounded to e2m1, ties to even, in sign and magnitude, two in a byte."""
+    """Round numbers of at most 6 to e2m1, ties to even, and pack sign and magnitude, two in a byte."""
     size = q.abs()
     # Steps of 0.5 up to 2, 1 up to 4, and 2 beyond: the least of three lines, each rounded by itself.
     steps = torch.minimum(torch.minimum((2 * size).round(), size.round() + 2), (size / 2).round() + 4)
@@ -163,7 +163,7 @@ class natural(Codec):
     0 or 2 ** -126.
 
     Args:
-        seed: Seed of the rounding, which differs between ranks.
+        seed: Seed of the rounding. Ranks round differently.
 
     Source: Horvath et al., "Natural compression for distributed deep learning", arXiv 1905.10988, definition 1 and
     theorem 1.
@@ -184,14 +184,14 @@ class natural(Codec):
     def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
         top = min(math.frexp(torch.finfo(x.dtype).max)[1] - 1, BIAS) + BIAS
         x = x.float()
-        # NaN and infinity alike, so that no sum overflows.
+        # NaN and infinity become one value, so that no sum overflows.
         bits = reinterpreted(x.abs(), torch.int32).clamp(max=NOT_FINITE)
-        # The carry of a random mantissa into the exponent is as likely as the paper has it.
+        # Adding a random mantissa carries into the exponent with the probability of the paper.
         raised = bits + key.integers(x.shape, bits=MANTISSA, like=x)
         exponent = torch.minimum(raised, bits.clamp(min=top << MANTISSA)).bitwise_right_shift(MANTISSA)
         return {"exponent": exponent.to(torch.uint8), "sign": pack_bits(is_negative(x))}
 
     def decode(self, payload: Payload, n: int) -> Tensor:
-        # Products are left shifts that can write into memory that is there.
+        # A product is a left shift that can write into existing memory.
         sign = unpack_bits(payload["sign"], n).to(torch.int32) * -(1 << 31)
         return reinterpreted(payload["exponent"].to(torch.int32) * (1 << MANTISSA) | sign, torch.float32)

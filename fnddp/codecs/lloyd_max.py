@@ -13,7 +13,7 @@ from fnddp.core.options import Limit, one_of
 from fnddp.core.sync import transform
 from fnddp.torch_private import reinterpreted
 
-# Positive levels of the quantizers whose mean squared error is least for a normal distribution of variance 1, by bits.
+# Positive levels, by bits, of the quantizers with the least mean squared error for a standard normal distribution.
 LEVELS = {
     1: (0.797885,),
     2: (0.45278, 1.510418),
@@ -21,7 +21,7 @@ LEVELS = {
     4: (0.128395, 0.388048, 0.656759, 0.94234, 1.256231, 1.618046, 2.069017, 2.73259),
 }
 BETWEEN = {bits: [(lower + upper) / 2 for lower, upper in pairwise(levels)] for bits, levels in LEVELS.items()}
-DROPPED = 20  # bits of a float32 behind the first three of its fraction
+DROPPED = 20  # bits of a float32 after the first three of its fraction
 SMALLEST = (127 << 3) - 255  # what is left of 1.0, the largest ratio of scales, becomes 255
 
 
@@ -29,15 +29,15 @@ SMALLEST = (127 << 3) - 255  # what is left of 1.0, the largest ratio of scales,
 class lloyd_max(Codec):
     """Round each element to the nearest of 2 ** bits levels, spaced for a normal distribution.
 
-    Of normal numbers 1 bit loses 0.363 of the variance, 2 bits 0.1175, 3 bits 0.0345 and 4 bits 0.0095. The evenly
+    For normal numbers 1 bit loses 0.363 of the variance, 2 bits 0.1175, 3 bits 0.0345 and 4 bits 0.0095. The evenly
     spaced levels of `quantize` lose about 0.59 (2 bits) and 0.014 (4 bits) in blocks of 128. It is a contraction for
     any elements, and biased, so wrap it in `error_feedback`. The wrong choice at 4 bits for gradients with few large
-    elements, whose levels end too early (`quantize` errs less), and for gradients with many zeros, because no level is
-    0: only blocks of zeros stay zeros.
+    elements, because the levels end below them (`quantize` errs less), and for gradients with many zeros, because no
+    level is 0: only blocks of zeros stay zeros.
 
     Each block is divided by its root mean square. The scale that multiplies its levels minimizes the squared error, and
     is sent in 8 bits (three of a fraction, five of an exponent), relative to the row's largest scale, a float32. A
-    block whose scale is less than 2 ** -31.75 of the largest one becomes zeros.
+    block with a scale of less than 2 ** -31.75 of the largest one becomes zeros.
 
     Args:
         inner: The carrier, or a codec for the largest scale of each row.
@@ -76,7 +76,7 @@ class lloyd_max(Codec):
         for end in BETWEEN[self.bits]:
             q = q + (magnitude > end)
         q = torch.bitwise_xor(q, is_negative(blocks))
-        # Padding, which is zeros, is at the lowest level, and does not count.
+        # Padding consists of zeros, is at the lowest level, and does not count.
         level = self._level(q, y.dtype)
         scale = rms * (y * level).sum(-1) / (level.square().sum(-1) - padding * levels[0] ** 2)
         largest = scale.amax(-1, keepdim=True)

@@ -17,7 +17,7 @@ _INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 # For bits, in words of eight bytes.
 _ONES = 0x0101010101010101
-_GATHER = 0x0102040810204080  # a factor: moves bytes of 0 or 1 as bits into the highest byte
+_GATHER = 0x0102040810204080  # a factor: moves the lowest bits of all bytes into the highest byte
 _DIAGONAL = 0x8040201008040201 - (1 << 64)
 _BELOW_TOP = 0x7F7F7F7F7F7F7F7F  # a term: carries into the highest bit of each byte that is not 0
 
@@ -63,7 +63,7 @@ def inverse(scale: Tensor) -> Tensor:
 def pack(q: Tensor, bits: int) -> Tensor:
     """Pack integers of 8, 4, 2 or 1 bits in two's complement, 8 / `bits` to a byte: `[..., ceil(n bits / 8)]`.
 
-    Of those of 3 bits the lower two come first, then the signs.
+    For 3 bits, the lower two bits of all integers are packed first, then their signs.
 
     >>> pack(torch.tensor([1, -1, 0, 1], dtype=torch.int8), bits=2)
     tensor([77], dtype=torch.uint8)

@@ -28,7 +28,7 @@ class quantize(Codec):
         block: Number of elements that share a scale, a multiple of 8 / bits. None for a row: a leaf, or a rank's part
             of it.
         rounding: "nearest" (ties to even), or "stochastic": up with a probability equal to the fractional part.
-        seed: Seed of stochastic rounding, which differs between ranks.
+        seed: Seed of stochastic rounding. Ranks round differently.
 
     Source: Alistarh et al., "QSGD", NeurIPS 2017, but scaled by the largest magnitude instead of the norm; Dettmers,
     "8-bit approximations", ICLR 2016.
@@ -90,12 +90,12 @@ def encode_blocks(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
 
 
 def decode_blocks(scale: Tensor, q: Tensor, bits: int, block: int, n: int) -> Tensor:
-    """Return rows of `n` numbers, the inverse."""
+    """Return rows of `n` numbers: the inverse of `encode_blocks`."""
     return _decoded(unpack(q, bits, block).to(scale.dtype), scale, n)
 
 
 def _sample(device: torch.device) -> Tensor:
-    """Return rows with a short block, zeros, subnormal and large numbers, ties and NaN, to compare a kernel by."""
+    """Return rows with a short block, zeros, subnormal and large numbers, ties and NaN, to test a kernel."""
     x = torch.linspace(-3, 4, 3 * 1000, device=device).view(3, 1000).exp() * torch.arange(-1, 2, device=device).view(
         3, 1
     )
@@ -135,7 +135,7 @@ class qsgd(Codec):
     Args:
         levels: s, in 1..127: 1 takes 2 bits an element, up to 7 take 4, more take 8.
         block: d, the number of elements that share a norm. None for a row: a leaf, or a rank's part of it.
-        seed: Seed of the rounding, which differs between ranks.
+        seed: Seed of the rounding. Ranks round differently.
 
     Source: Alistarh et al., "QSGD", NeurIPS 2017, section 3.1 and lemma 3.1. Deviation: l_i has a fixed length, so that
     shapes do not depend on values; the paper uses a code of variable length (Elias).
@@ -179,14 +179,14 @@ class terngrad(Codec):
     """Send s sign(x_i) with probability |x_i| / s, else 0, where s is the largest |x_i|: unbiased, in 2 bits.
 
     Memory is not needed, but the variance is large: sum over i of |x_i| (s - |x_i|). The wrong choice for gradients
-    with few large elements, which make s large: clip them, which adds a bias, or take smaller blocks. It is
+    with few large elements, because they make s large: clip them, with a bias, or take smaller blocks. It is
     `quantize(bits=2, rounding="stochastic")` with clipping.
 
     Args:
         clip: Clip elements at this number of standard deviations of the row first, 2.5 in the paper; None does not
             clip. Clipping is biased, so use `error_feedback`.
         block: Number of elements that share a scale. None for a row: a leaf, or a rank's part of it.
-        seed: Seed of the choices, which differ between ranks.
+        seed: Seed of the random choices. Ranks choose differently.
 
     Source: Wen et al., "TernGrad", NeurIPS 2017, equations 2 and 3, and 12 for clipping. Deviation: each rank has its
     own scale; the paper shares one, in another round of communication.
@@ -240,6 +240,6 @@ def _spread(x: Tensor, length: Tensor | None) -> Tensor:
         return (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
     counted = length.clamp(min=1)
     deviation = x - x.sum(-1, keepdim=True) / counted
-    # Padding, which is zeros, does not count.
+    # Padding (zeros) does not count.
     deviation = torch.where(torch.arange(x.shape[1], device=x.device) < length, deviation, 0)
     return (deviation.square().sum(-1, keepdim=True) / counted).sqrt()

@@ -57,7 +57,7 @@ class sign(Codec):
         if self.scale == "max":
             payload["scale"] = torch.maximum(chunks.amax(-1), -chunks.amin(-1)).to(wide(x.dtype))
         elif self.scale == "mean":
-            # Padding of a row or its last chunk is none of its elements.
+            # Padding of a row or of its last chunk does not count.
             left = (x.shape[1] if length is None else length) - chunk * torch.arange(chunks.shape[1], device=x.device)
             payload["scale"] = chunks.to(wide(x.dtype)).abs().sum(-1) / left.clamp(1, chunk)
         return payload
@@ -84,9 +84,9 @@ class majority_vote(Codec):
     """Send the sign of each element. The mean is the sign of their sum: 1, -1, or 0 where the votes are even.
 
     Zeros abstain: a rank without a gradient, or of weight 0, does not count. The mean has magnitude 1, so the learning
-    rate alone sets the size of a step. The wrong choice without a rate made for it; with memory, whose residuals are in
-    units of gradients but are corrected in units of 1; and on two ranks, which either agree or tie. If an element is
-    NaN or infinite on one rank, its mean is NaN.
+    rate alone sets the size of a step. The wrong choice without a rate made for it; with memory, because residuals are
+    in units of gradients but are corrected in units of 1; and on two ranks, because these either agree or tie. If an
+    element is NaN or infinite on one rank, its mean is NaN.
 
     Args:
         inner: A carrier. `two_shot` sends 2 bits an element twice; `allgather` sends them once, but to every rank: use
@@ -102,7 +102,7 @@ class majority_vote(Codec):
 
     inner: Carrying
 
-    nests: ClassVar[Any] = frozenset[str]()  # of what another codec has chosen or scaled there is nothing to vote on
+    nests: ClassVar[Any] = frozenset[str]()  # elements that another codec chose or scaled cannot be voted on
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         done = self.inner.carry((Layer(self),), leaves, state)
@@ -126,6 +126,6 @@ class majority_vote(Codec):
 
 
 def _sign(mean: Tensor) -> Tensor:
-    """Return signs, of real and imaginary parts by themselves, in the memory format of `mean`; NaN stays."""
+    """Return signs, separately for real and imaginary parts, in the memory format of `mean`; NaN stays."""
     wire = layout.to_wire(mean)
     return layout.from_wire(torch.where(wire.isnan(), wire, wire.sign()), mean)

@@ -58,7 +58,7 @@ class topk(Codec):
     def encode(self, x: Tensor) -> Payload:
         chunk, k = self._sizes(x.shape[1])
         chunks = in_blocks(x, chunk)
-        # An average inside is of the first ones: in a chunk of fewer than k, zeros that pad it are to be the last.
+        # A codec inside averages only the first ones: zeros that pad a chunk of fewer than k must come last.
         indices = chunks.abs().topk(k, sorted=takes_averages(self.inner)).indices
         return {"values": chunks.gather(-1, indices), "indices": pack_indices(indices, chunk)}
 
@@ -86,11 +86,11 @@ class dct_topk(Codec):
     chunk of them make a tile. Over `two_shot` a tile is cut where a rank's part ends: use `allgather`.
 
     Magnitudes are compared to 12 bits, and the first of equal ones are selected: coefficients of 16-bit numbers often
-    differ by rounding alone, which varies between machines, and between simulated and real ranks.
+    differ only by rounding, and rounding varies between machines, and between simulated and real ranks.
 
     The transform is orthonormal, so this is a contraction by 1 - k / (numbers in a tile), like top-k: wrap it in
     `error_feedback`. DeMo's momentum is that residual: m = beta m + g, m -= sent, is `decay=beta`. The wrong choice for
-    gradients whose neighbours are unrelated: `topk` is as good then, and saves 8 * chunk operations an element.
+    gradients with unrelated neighbours: `topk` is as good then, and saves 8 * chunk operations an element.
 
     Args:
         inner: The carrier, or a codec for the coefficients: `dct_topk(bf16(allgather))`.
@@ -184,7 +184,7 @@ class dct_topk(Codec):
 
 
 def _ranked(magnitudes: Tensor) -> Tensor:
-    """Return integers by which the largest are chosen: magnitudes to 12 bits, and equal ones by their place."""
+    """Return integers that rank `magnitudes` by their first 12 bits, and equal ones by their position."""
     # The bits of floats that are not negative are in the order of the floats: the upper ones are rounded to nearest,
     # the lower ones replaced.
     as_ints, lower = (torch.int64, 41) if magnitudes.dtype == torch.float64 else (torch.int32, 12)

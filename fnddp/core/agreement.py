@@ -1,4 +1,4 @@
-"""Comparison of what ranks are going to run: on a difference, every rank raises the same named error."""
+"""Comparison of the pipelines, leaves and states of ranks: on a difference, every rank raises the same error."""
 
 import hashlib
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
@@ -33,8 +33,8 @@ def verify(sync: Expression | str, grads: Tree, state: State | None = None, *, g
     descriptions if they differ. Adapters such as `register` call it themselves.
 
     Args:
-        sync: The pipeline, or its text; or an outer step, whose state also shows whether ranks begin with the same
-            parameters. Names of process groups are not compared: in a device mesh they differ.
+        sync: The pipeline, or its text; or an outer step; its state also shows whether ranks begin with the same
+            parameters. Names of process groups are not compared, because they differ in a device mesh.
         grads: Gradients, or parameters.
         state: From `sync.init`; None compares no state.
         group: The ranks that must agree; None for the default group.
@@ -55,7 +55,7 @@ def agree(
     """Raise a RankMismatchError on all ranks of `group` unless `describe_rank` returns the same on all.
 
     `describe_rank` returns lines that must be equal, by subject, in the order of comparison. If it raises on a rank,
-    that rank raises the same error. A CollectiveError says that all ranks must make the `call`, if some did not.
+    that rank raises the same error. If some ranks do not make the `call`, the others raise a CollectiveError.
     """
     name = group_name(group)
     wire.size(name)  # raises if there ought to be a process group
@@ -89,9 +89,9 @@ def agree_over(
     *,
     call: str = "this call",
 ) -> None:
-    """Run `agree` over each of `groups`; a failure in one is raised in all, and in `others`, which compare nothing.
+    """Run `agree` over each of `groups`; raise a failure in one in all groups and in `others`, which compare nothing.
 
-    `within` has the groups that compare a subject, where not all do; `describe_rank` may fill it.
+    `within` has the groups that compare a subject, if not all groups do; `describe_rank` may fill it.
     """
     failure: Exception | None = None
     lines: dict[str, str] = {}
@@ -120,13 +120,13 @@ def agreed_state(
 ) -> State:
     """Return the state that `read` returns, to be set; raise on all ranks unless its replicated parts are the same.
 
-    They decide which collectives run, as counters do. All ranks call it, whether anything changes there or not: of a
-    state that has replicated parts `before`, they are compared. Nothing is on an elastic wire, whose replicas agree in
-    each quorum.
+    Replicated parts such as counters decide which collectives run. All ranks call this, even if their state does not
+    change. They compare states if `before` has replicated parts. On an elastic wire nothing is compared, because
+    replicas agree in each quorum.
 
     Args:
-        before: The state now, which is like it.
-        within: The groups that have a part, by `replicated`'s subjects, where not all of `groups` do.
+        before: The present state, with the same structure.
+        within: The groups that have a part, by the subjects of `replicated`, if not all of `groups` do.
 
     Raises:
         CollectiveError: Another rank has not set its state within the group's timeout.
@@ -148,7 +148,7 @@ def agreed_state(
 
 @contextmanager
 def fails_alike(group: Group, *, enabled: bool = True) -> Generator[None]:
-    """Send an error of the block to the other ranks, which raise in their next `agree`; `enabled` if they call one."""
+    """Report an error of the block to the other ranks: their next `agree` raises; `enabled` says if they call it."""
     try:
         yield
     except Exception as error:
@@ -162,7 +162,7 @@ def _raise(error: Exception) -> dict[str, str]:
 
 
 def description(sync: Expression, leaves: Leaves, state: State | None) -> dict[str, str]:
-    """Return what ranks must agree on, also the order of `leaves`, as lines by their subjects.
+    """Return the lines that must be equal on all ranks, by subject; they include the order of `leaves`.
 
     Raises:
         TypeError, ValueError: A leaf is not dense, or a DTensor.
@@ -174,7 +174,7 @@ def description(sync: Expression, leaves: Leaves, state: State | None) -> dict[s
 
 
 def first_difference(everyone: list[dict[str, str]], ranks: Sequence[int] | None = None) -> str:
-    """Return the message about the first line in which `ranks`, or the first ones, differ, with what each has.
+    """Return the message about the first line in which ranks differ, with each rank's line.
 
     >>> of_ranks = [{"leaf 'w'": "float32[2]"}, {"leaf 'w'": "float32[3]"}, {"leaf 'w'": "float32[2]"}]
     >>> print(first_difference(of_ranks, [0, 2, 4]))
@@ -194,7 +194,7 @@ def first_difference(everyone: list[dict[str, str]], ranks: Sequence[int] | None
 
 
 def replicated(state: State) -> dict[str, str]:
-    """Return the parts of `state` that are equal on all ranks, as lines by their subjects."""
+    """Return a line for each replicated part of `state`, by subject: these parts must be equal on all ranks."""
     shared = [(part.path, part.value) for part in parts(state) if part.kind == REPLICATED]
     return {f"state {path!r}": describe(value) + _value(value) for path, value in shared}
 

@@ -1,4 +1,4 @@
-"""Buckets: leaves whose payloads travel together, by their sizes alone."""
+"""Buckets: leaves with payloads in one message, chosen by their sizes alone."""
 
 from collections.abc import Mapping, Sequence
 

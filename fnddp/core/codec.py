@@ -1,9 +1,9 @@
-"""Codecs: pairs of functions on rows, which encode gradients before they travel and decode them after.
+"""Codecs: pairs of functions on rows that encode gradients before they are sent and decode received payloads.
 
-A codec encodes `[rows, n]` numbers as a payload, a dict of tensors with a first dimension of rows, and decodes such
-payloads, of any number of rows. It never communicates: a carrier moves payloads and adds up what they decode to, so
-payloads need not add. `topk(fp16(allgather), ratio=0.01)` is read from the outside in: top-k of a leaf, whose values
-travel as float16, gathered.
+A codec encodes `[rows, n]` numbers as a payload, a dict of tensors with rows as their first dimension, and decodes
+payloads with any number of rows. It never communicates: a carrier sends payloads and adds the decoded values, so
+payloads need not add. Read `topk(fp16(allgather), ratio=0.01)` from the outside in: select the largest elements of a
+leaf, send their values as float16, and gather them.
 """
 
 import abc
@@ -22,17 +22,17 @@ from fnddp.core.sync import Exchange, Reducer, Replicated, State, Sync, require_
 from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 
 Payload: TypeAlias = dict[str, Tensor]
-"""Encoded rows: tensors whose first dimension is rows."""
+"""Encoded rows: tensors with rows as their first dimension."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """The key of a codec's random numbers, unlike that of all others: see `fnddp.core.random`.
+    """The key of a codec's random numbers, different for every use: see `fnddp.core.random`.
 
     Attributes:
         name: Names the leaf, the hop, and the part of a payload that is encoded again.
-        rank: Rank in the carrier's group, each of which draws different numbers. (Ranks of other groups may do the same
-            exchange, and must come to the same mean.)
+        rank: Rank in the carrier's group. Ranks of a group draw different numbers. (Equal ranks of several groups draw
+            the same, because they may do the same exchange and must get the same mean.)
         seed, step: The seed of the codec, and the number of its exchange.
     """
 
@@ -42,17 +42,17 @@ class Key:
     step: Any = 0
 
     def uniform(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return numbers in (0, 1), in float32, on the device of `like`; different ones on each rank."""
+        """Return numbers in (0, 1), in float32, on the device of `like`; they differ between ranks."""
         return random.uniform(shape, name=self.name, seed=self.seed, step=self.step, rank=self.rank, device=like.device)
 
     def integers(self, shape: tuple[int, ...], bits: int, like: Tensor) -> Tensor:
-        """Return integers in [0, 2 ** bits), in int32, on the device of `like`; different ones on each rank."""
+        """Return integers in [0, 2 ** bits), in int32, on the device of `like`; they differ between ranks."""
         name, seed, step, rank = self.name, self.seed, self.step, self.rank
         return random.integers(shape, bits=bits, name=name, seed=seed, step=step, rank=rank, device=like.device)
 
 
 class Layer(NamedTuple):
-    """A codec in an exchange: `step` counts the exchanges of one that draws random numbers."""
+    """A codec in an exchange: if it draws random numbers, `step` counts its exchanges."""
 
     codec: Any
     seed: int = 0
@@ -60,7 +60,7 @@ class Layer(NamedTuple):
 
 
 Layers: TypeAlias = tuple[Layer, ...]
-"""Codecs around a carrier, the outermost first: each encodes the fractional parts of the payload of the one before."""
+"""Codecs around a carrier, the outermost first: each encodes the floating-point parts of the payload before it."""
 
 
 class Encoded(NamedTuple):
@@ -73,7 +73,7 @@ class Encoded(NamedTuple):
 def encode(layers: Layers, x: Tensor, key: Key, length: Tensor | None = None) -> Encoded:
     """Return `x: [rows, n]`, or `[rows, pieces, n]`, encoded by the codecs of `layers` in turn.
 
-    `length` is how many numbers of each row are not padding, `[rows, 1]`; None for all of them.
+    `length` is the number of elements in each row that are not padding, `[rows, 1]`; None for all of them.
     """
     if not layers:
         return Encoded({"": x}, _only)
@@ -107,7 +107,7 @@ def encode(layers: Layers, x: Tensor, key: Key, length: Tensor | None = None) ->
 
 
 def _require_rows(codec: Any, parts: Any, x: Tensor) -> None:
-    """Raise unless `parts`, of `encode(x)`, is a dict of tensors with the rows of `x`."""
+    """Raise unless `parts`, the result of `encode(x)`, is a dict of tensors with the rows of `x`."""
     is_dict = isinstance(parts, dict)
     for name, part in parts.items() if is_dict else [("", parts)]:
         if not (is_dict and isinstance(part, Tensor)):
@@ -121,7 +121,7 @@ def _require_rows(codec: Any, parts: Any, x: Tensor) -> None:
 
 
 def unit_of(layers: Layers, n: int) -> int | None:
-    """Return how many elements of a row of `n` are encoded by themselves: see `Codec.unit`; 1 without a codec."""
+    """Return the number of elements of a row of `n` that are encoded independently, 1 without codecs: `Codec.unit`."""
     units = [None if each.codec.draws or each.codec.averages else each.codec.unit(n) for each in layers]
     if None in units:
         return None
@@ -129,12 +129,12 @@ def unit_of(layers: Layers, n: int) -> int | None:
 
 
 def takes_averages(inner: Any) -> bool:
-    """Return True if one of the codecs from `inner` inwards averages, and so has to know what is padding."""
+    """Return True if `inner` or a codec in it averages over rows, and so must know the length of padding."""
     return not isinstance(inner, Carrier) and (inner.averages or takes_averages(inner.inner))
 
 
 def _encode_part(layers: Layers, part: Tensor, dims: int, key: Key, length: Tensor | None) -> Encoded:
-    """Return a part, whose first `dims` dimensions are of rows, encoded by the codecs inside."""
+    """Return a part of a payload, with rows in its first `dims` dimensions, encoded by the codecs inside."""
     if not part.is_floating_point() or not layers:
         return Encoded({"": part}, _only)
     inner = encode(layers, part.reshape(*part.shape[:dims], -1), key, length)
@@ -150,17 +150,17 @@ def _only(payload: Payload) -> Tensor:
 
 
 class Carrying(Sync):
-    """A pipeline around which codecs may stand: a carrier, or a codec or cast around one."""
+    """A pipeline that codecs may wrap: a carrier, or a codec or cast around one."""
 
 
 CHECKS["Carrying"] = require_sync
 
 
 class Carrier(Reducer, Carrying):
-    """A reducer that moves encoded payloads, and takes the mean of the decoded ones.
+    """A reducer that sends encoded payloads, and takes the mean of the decoded ones.
 
-    It sums in float32 or wider, in rank order, so its mean is the same to the bit whatever the layout of messages.
-    Leaves of integers, and those without elements, are reduced as `allreduce` does.
+    It sums in float32 or wider, in rank order, so the bits of its mean do not depend on the layout of messages.
+    Integer leaves and leaves without elements are reduced as by `allreduce`.
     """
 
     ops: ClassVar[Any] = frozenset({"mean"})
@@ -182,7 +182,7 @@ class Carrier(Reducer, Carrying):
 
     @abc.abstractmethod
     def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
-        """Return mean, sent and next state of flat real leaves, none of them empty, whose dtypes hold fractions."""
+        """Return mean, sent and next state of flat, real, non-empty floating-point leaves."""
 
 
 class CodecState(NamedTuple):
@@ -193,19 +193,19 @@ class CodecState(NamedTuple):
 
 
 class Codec(Carrying):
-    """Two functions on rows around `inner`: a carrier, or another codec, which encodes what holds fractions.
+    """Two functions on rows around `inner`: a carrier, or a codec for the floating-point parts of the payload.
 
-    Derive a class with `@fnddp.transform`, a first field `inner: Carrying`, and `encode` and `decode`, which are pure
-    and traceable. One that draws random numbers sets `draws`, has a field `seed: int`, and takes a `Key` in `encode`;
-    ranks, leaves and steps draw different numbers. One that takes an average over a row sets `averages`, and takes a
+    Derive a class with `@fnddp.transform`, a first field `inner: Carrying`, and pure and traceable methods `encode` and
+    `decode`. A codec that draws random numbers sets `draws`, has a field `seed: int`, and takes a `Key` in `encode`;
+    ranks, leaves and steps draw different numbers. A codec that averages over a row sets `averages`, and takes a
     `length` in `encode`, as described there.
 
-    In codecs with a scale for each block, scales travel as `[rows, blocks]` in float32 or wider (in `lloyd_max` as
-    bytes, parts of a float of each row; in `fp8` as exponents, if asked for), and elements of b bits as `[rows, blocks,
-    ceil(block * b / 8)]` bytes; the last block of a row is padded with zeros that travel.
+    Codecs with a scale for each block send scales as `[rows, blocks]` in float32 or wider (`lloyd_max` as bytes, each a
+    fraction of a float of the row; `fp8` as exponents, if asked for), and elements of b bits as `[rows, blocks,
+    ceil(block * b / 8)]` bytes; the last block of a row is padded with zeros that are sent.
 
     Raises:
-        TypeError: `inner` does not carry payloads, as in all codecs.
+        TypeError: `inner` does not carry payloads.
         ValueError: An option is out of range.
 
     >>> import fnddp
@@ -223,7 +223,7 @@ class Codec(Carrying):
     nests: ClassVar[Any] = frozenset({"around", "inside"})
 
     @property
-    def hides_nonfinite(self) -> bool:  # in a payload without fractions, in which a step finds none
+    def hides_nonfinite(self) -> bool:  # a step finds no NaN in integer payloads
         return "inside" not in self.nests or super().hides_nonfinite
 
     def __post_init__(self) -> None:
@@ -248,35 +248,35 @@ class Codec(Carrying):
 
     @abc.abstractmethod
     def encode(self, x: Tensor) -> Payload:
-        """Return the payload of `x: [rows, n]`, each row encoded by itself. `x` has the gradients' dtype.
+        """Return the payload of `x: [rows, n]`, each row encoded independently. `x` has the gradients' dtype.
 
         `two_shot` pads rows with zeros to one length. A codec that `averages` over a row gets `length=` after all other
-        arguments: how many numbers of each row count, `[rows, 1]` in int64, or None for all.
+        arguments: the number of elements in each row that are not padding, `[rows, 1]` in int64, or None for all.
         """
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
-        """Return, for a codec inside that averages, how many numbers of each fractional part are not padding.
+        """Return the number of non-padding elements in each floating-point part, for a codec inside that averages.
 
-        They come first in each row of the part, and padding behind them. A part that is not named has no padding.
+        In each row of the part, padding must come last. A part without an entry has no padding.
 
         Args:
-            n: Numbers in a row of `encode`.
-            length: How many of them are not padding: `[rows, 1]`, or `[1, 1]` if all rows have the same, in int64.
+            n: Elements in a row of `encode`.
+            length: The number of them that are not padding: `[rows, 1]`, or `[1, 1]` if the same in all rows, in int64.
         """
         return {}
 
     def unit(self, n: int) -> int | None:
-        """Return how many elements of a row of `n` are encoded by themselves, so that plans may encode leaves together.
+        """Return how many elements of a row of `n` are encoded independently, so that plans may encode leaves together.
 
-        `encode` and `decode` must then take `[rows, pieces, unit]` too, and give for a row and for its pieces, the last
-        one padded with zeros, the same bytes and bits, whatever other rows there are. `n` if only whole rows do; None,
-        as here, if not even those: sums over a row, or choices between ties, may depend on how many rows there are.
+        `encode` and `decode` must then also take `[rows, pieces, unit]`, and return the same bits for a row and for its
+        pieces (the last one padded with zeros), whatever the other rows. Return `n` if this holds only for whole rows;
+        None, the default, if not even for rows: their sums or ties may depend on the number of rows.
         """
         return None
 
     @abc.abstractmethod
     def decode(self, payload: Payload, n: int) -> Tensor:
-        """Return decoded rows of `n` numbers: `[rows, n]`, of as many rows as `payload` has."""
+        """Return the decoded rows of `payload`: `[rows, n]`."""
 
     def init(self, grads: Tree) -> State:
         inner = self.inner.init(grads)
@@ -290,7 +290,7 @@ class Codec(Carrying):
 
 
 def carried(codec: Any, layers: Layers, leaves: Leaves, state: State) -> Exchange:
-    """Exchange `leaves`, encoded by `layers` and then by `codec`, over what is inside of it."""
+    """Exchange `leaves`, encoded by `layers` and then by `codec`, over the pipeline inside `codec`."""
     if not codec.draws:
         return codec.inner.carry((*layers, Layer(codec)), leaves, state)
     require_state(type(codec).__name__, state, CodecState)
@@ -304,5 +304,5 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def wide_zeros(leaves: Leaves) -> Leaves:
-    """Return zeros for a memory of `leaves` that hold fractions, in float32 or wider: sums of 16 bits stall."""
+    """Return zeros for a memory of inexact `leaves`, in float32 or wider, because sums in 16 bits stall."""
     return {path: torch.zeros_like(leaf, dtype=wide(leaf.dtype)) for path, leaf in leaves.items() if is_inexact(leaf)}

@@ -1,6 +1,6 @@
 """The collectives of reducers and codecs, as pure functions on tensors.
 
-They use the functional collectives of torch.distributed, which trace under make_fx and Dynamo, or the wire that the
+They use the functional collectives of torch.distributed (traceable by make_fx and Dynamo), or the wire that the
 pipeline runs on. Without a process group the world has one rank and a collective is a copy.
 """
 
@@ -49,9 +49,9 @@ def all_reduce(leaves: Leaves, op: str, *groups: str | None) -> Leaves:
 
     Over several groups, one after the other, it reduces over all ranks that they connect, such as those of a mesh.
 
-    A mean is divided before it is summed, so what fits the dtype never overflows in the sum (torch's hooks do the
-    same). Integers travel as int64, which their sum must fit; their mean is rounded to the nearest, halves up, and the
-    mean of a bool is the majority, ties True. Leaves without elements do not travel.
+    A mean divides before it sums, so values that fit the dtype never overflow in the sum (torch's hooks do the same).
+    Integers are sent as int64, and their sum must fit into it; their mean is rounded to the nearest, halves up. The
+    mean of bools is the majority, ties True. Leaves without elements are not sent.
 
     Raises:
         RuntimeError: Inside torch.func.grad or jvp, or with tangents of forward-mode AD; inside vmap with a process
@@ -82,7 +82,7 @@ def all_gather_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) ->
 
 
 def all_to_all(tensor: Tensor, group: str | None = None) -> Tensor:
-    """Send row r of `tensor: [ranks, *shape]` to rank r, and return the rows from all ranks: `[ranks, *shape]`."""
+    """Send row r of `tensor: [ranks, *shape]` to rank r; return the rows received from all ranks: `[ranks, *shape]`."""
     return all_to_all_leaves({"": tensor}, group)[""]
 
 
@@ -98,7 +98,7 @@ def all_to_all_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) ->
 def start_all_to_all(leaves: Mapping[Any, Tensor], group: str | None = None) -> Callable[[], dict[Any, Tensor]]:
     """Start an `all_to_all` of every leaf over torch.distributed; return a function that waits, and returns the rows.
 
-    For code that computes meanwhile; no plan records it. Others call it in the same order as all collectives.
+    For code that computes meanwhile; plans do not record it. All ranks must call it in the same order as collectives.
     """
     paths = sorted(leaves)
     for path in paths:
@@ -129,13 +129,13 @@ def reduce_scatter_leaves(leaves: Mapping[Any, Tensor], group: str | None = None
 
 
 def scale_of_weight(weight: Weight | Tensor, group: str | None, device: torch.device) -> Tensor:
-    """Return n w / W, the factor on this rank's gradients of a mean over `group` with weights; 0 if all of them are.
+    """Return n w / W, the factor of this rank's gradients in a weighted mean over `group`; 0 if all weights are 0.
 
-    A tensor is a weight that no host reads: of a step in a plan, whose vote finds what is invalid, and under
-    torch.compile, where that is an assertion of the device.
+    If `weight` is a tensor, the host does not read it: in a plan, the step's vote finds invalid weights; under
+    torch.compile, an assertion on the device.
 
     Raises:
-        ValueError: On all ranks: one has given none, or what is no weight, or all have given 0.
+        ValueError: On all ranks: a rank passed no weight or an invalid one, or all weights are 0.
         CollectiveError: Another rank has failed.
     """
     if isinstance(weight, Tensor):
@@ -160,9 +160,9 @@ def _require_rows(name: str, tensor: Tensor, group: str | None) -> None:
 
 
 def _exchange_bytes(kind: Kind, tensors: Sequence[Tensor], group: str | None) -> list[Tensor]:
-    """Return the results of a kind that computes nothing: `tensors`, of any dtype, travel as bytes."""
+    """Run a kind of collective that computes nothing; `tensors`, of any dtype, are sent as bytes."""
     wires = [layout.to_wire(tensor) for tensor in tensors]
-    if current().traced or current().simulated is not None:  # plans make bytes of them; simulated ranks have no wire
+    if current().traced or current().simulated is not None:  # plans convert to bytes; simulated ranks have no wire
         results = _exchange(kind, wires, None, group)
     else:
         n = world_size(group)
@@ -187,11 +187,11 @@ def _of_bytes(result: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _exchange(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: str | None) -> list[Tensor]:
-    """Return the results of `kind`, one for each payload: issue all, then await all.
+    """Run a collective of `kind` for each payload: issue all, then await all.
 
     Rows from the ranks are joined along the first dimension of the payload.
     """
-    if kind.computes:  # what others move is a constant within a derivative
+    if kind.computes:  # data from other ranks is a constant in a derivative
         refuse_differentiation(payloads)
     if current().simulated is None:
         refuse_batching()

@@ -16,23 +16,23 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "str": checked_str,
     "Literal": lambda what, value: value if isinstance(value, str) else checked_int(what, value),
 }
-"""Functions that check a field's value and return it in plain Python; by the name of the field's type."""
+"""Functions that check a field's value and return it in plain Python, by the name of the field's type."""
 
 _OR_NONE = " | None"
 
 
 class Expression:
-    """A frozen dataclass whose fields are hyperparameters and the expressions it wraps.
+    """A frozen dataclass; its fields are hyperparameters and the expressions that it wraps.
 
     It compares and hashes as dataclasses do, checks its fields by their types, and prints as the call that built it.
     """
 
     named: ClassVar[frozenset[str]] = frozenset()
-    """Fields without a default that are printed with their names; the last ones."""
+    """Fields without a default that are printed with their names; they must be the last ones."""
     tables: ClassVar[frozenset[str]] = frozenset()
     """Fields that hold a dict as a tuple of pairs, so that it hashes; they are printed as the dict."""
     limits: ClassVar[Mapping[str, Limit]] = {}
-    """The values that fields may have, if not None; others are a ValueError."""
+    """The values that fields may have, if not None; other values raise a ValueError."""
 
     def __post_init__(self) -> None:
         for field in fields(self):  # pyright: ignore[reportArgumentType]

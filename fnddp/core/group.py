@@ -1,4 +1,4 @@
-"""The names of process groups, which stand for them in a pipeline."""
+"""The names of process groups: pipelines store names instead of groups."""
 
 from typing import TypeAlias
 
@@ -15,7 +15,7 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 def group_name(group: Group) -> str | None:
     """Return the name of `group`, None for the default one: names compare, print, parse and pickle.
 
-    The name of a group that exists stands for that one alone, not for a later one of the same name.
+    The name of an existing group refers only to that group, not to a later one of the same name.
     """
     if group is None:
         return None

@@ -1,4 +1,4 @@
-"""Tensors as they travel: dense, row-major, real. What a rank sends never depends on its strides."""
+"""Tensors as they are sent: dense, row-major, real. The payload of a rank never depends on its strides."""
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ def from_wire(wire: Tensor, like: Tensor) -> Tensor:
 
 
 def as_complex(pairs: Tensor) -> Tensor:
-    """Return complex numbers from `[..., 2]`, on the same memory where possible."""
-    # Under vmap, rows of an odd length (cut from a padded one) are not stored as pairs, and cannot be seen to be.
+    """Return complex numbers from `[..., 2]`, as a view where possible."""
+    # Under vmap, rows of an odd length (cut from a padded one) may not be stored as pairs, and strides do not show it.
     return torch.complex(*pairs.unbind(-1)) if is_batching() else torch.view_as_complex(pairs)
 
 

@@ -1,7 +1,7 @@
-"""Operations of which a compiler makes something else, in a form that it cannot change.
+"""Operations that a compiler would miscompile or change, in a form that it cannot change.
 
-Eager, they are a view, a cast and a product. While torch.compile traces, or a plan is traced for a compiler, the first
-two are operators of their own.
+In eager mode they are a view, a cast and a product. While torch.compile traces, or a plan is traced for a compiler, the
+first two are operators of their own.
 """
 
 from collections.abc import Generator
@@ -17,7 +17,7 @@ _is_for_compiler: ContextVar[bool] = ContextVar("_is_for_compiler", default=Fals
 
 @contextmanager
 def for_compiler(enabled: bool = True) -> Generator[None]:
-    """Use the forms that a compiler cannot change, in what a block traces; nothing, if not `enabled`."""
+    """Use the forms that a compiler cannot change in traces of the block; do nothing unless `enabled`."""
     token = _is_for_compiler.set(enabled)
     try:
         yield
@@ -33,8 +33,8 @@ def is_compiled() -> bool:
 def shortened(x: Tensor, n: int) -> Tensor:
     """Return `x[..., :n]`.
 
-    Inductor's loop split for CPUs (`try_loop_split`, torch 2.11 to 2.15) divides a loop over `n` elements, which it
-    reads behind blocks, by the size of a block, and leaves out the rest.
+    Inductor's loop split for CPUs (`try_loop_split`, torch 2.11 to 2.15) divides a loop over `n` elements that follow
+    blocks by the size of a block, and leaves out the rest.
 
     >>> shortened(torch.arange(4), 3)
     tensor([0, 1, 2])
@@ -45,9 +45,9 @@ def shortened(x: Tensor, n: int) -> Tensor:
 
 
 def rounded(x: Tensor, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
-    """Return `x.to(dtype, copy=copy)`, rounded where `dtype` has fewer digits, whatever comes next.
+    """Return `x.to(dtype, copy=copy)`, rounded if `dtype` has fewer digits, even if the result is cast back.
 
-    Inductor leaves out a cast to 16 bits and back, and error feedback would find no loss.
+    Inductor removes a cast to 16 bits and back; error feedback would then see no loss.
 
     >>> rounded(torch.tensor(1 / 3), torch.bfloat16)
     tensor(0.3340, dtype=torch.bfloat16)
@@ -58,7 +58,7 @@ def rounded(x: Tensor, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
 def product(x: Tensor, factor: int) -> Tensor:
     """Return `x * factor`, modulo 2 ** 32 for int32.
 
-    Inductor writes C++ for CPUs, where gcc takes the sign of a product of int32 from its factors: it may not overflow.
+    Inductor writes C++ for CPUs; gcc assumes that a product of int32 never overflows, and infers its sign from factors.
 
     >>> product(torch.tensor([1 << 30, 3], dtype=torch.int32), 5)
     tensor([1073741824,         15], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Checks of options. They also convert numpy's numbers, which print otherwise, to Python's."""
+"""Checks of options. They also convert numpy's numbers to Python's, because numpy's print differently."""
 
 import difflib
 import math
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limit:
-    """The values that an option may have: those for which `holds` is true; `text` follows "must be" in errors."""
+    """The values that an option may have: `holds` is true for them; `text` follows "must be" in errors."""
 
     holds: Callable[[float], bool]
     text: str
@@ -51,7 +51,7 @@ def checked_int(what: str, value: Any) -> int:
 
 
 def checked_bool(what: str, value: Any) -> bool:
-    """Return `value` as a bool; `what` names it in the TypeError: "False" from a config file is true in Python."""
+    """Return `value` as a bool; `what` names it in the TypeError, raised also for "False", a true value in Python."""
     if value not in (True, False):
         raise TypeError(f"{what} must be True or False, got {value!r}")
     return bool(value)
@@ -65,14 +65,14 @@ def checked_str(what: str, value: Any) -> str:
 
 
 def checked_float(what: str, value: Any) -> float:
-    """Return `value` as a finite float, or the int that it is; `what` names it in the ValueError."""
+    """Return `value` as a finite float, or unchanged if it is an int; `what` names it in the ValueError."""
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"{what} must be a finite number, got {value!r}")
     return value if type(value) is int else float(value)
 
 
 def checked_pairs(what: str, value: Any, kind: type[T], key: type = object) -> tuple[tuple[Any, T], ...]:
-    """Return the items of a dict, or the pairs that stand for one, as a tuple; `what` begins the TypeError.
+    """Return the items of a dict, or pairs given in place of a dict, as a tuple; `what` begins the TypeError.
 
     >>> checked_pairs("steps must be a dict of ints by name", {"a": 1}, int, str)
     (('a', 1),)
@@ -87,19 +87,19 @@ def checked_pairs(what: str, value: Any, kind: type[T], key: type = object) -> t
 
 
 class Share(NamedTuple):
-    """The part of a leaf or a chunk that travels: a fraction of it, or a number of its elements."""
+    """The part of a leaf or a chunk that is sent: a fraction of it, or a number of its elements."""
 
     ratio: float | None
     number: int | None
 
     def of(self, n: int) -> int:
-        """Return how many of `n` elements travel: at least one, at most all."""
+        """Return how many of `n` elements are sent: at least one, at most all."""
         wanted = round(self.ratio * n) if self.ratio is not None else self.number
         return min(n, max(1, wanted or 1))
 
 
 def require_share(owner: str, ratio: float | None, name: str, number: int | None) -> None:
-    """Raise a ValueError unless one of both is given, and in its range; `name` is that of `number`."""
+    """Raise a ValueError unless exactly one of `ratio` and `number`, an option called `name`, is given and in range."""
     if (ratio is None) == (number is None):
         raise ValueError(f"{owner}: give ratio or {name}, got ratio={ratio!r} and {name}={number!r}")
     if ratio is not None and not 0 < ratio <= 1:

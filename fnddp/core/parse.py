@@ -52,7 +52,7 @@ def read(text: str, names: Mapping[str, Any], kind: type[T], wanted: str) -> T:
     if not isinstance(text, str):
         raise TypeError(f"parse: expected a string such as 'fp16(allreduce)', got {text!r}")
     text, expression = expression_of(text, wanted)
-    import_module("fnddp.api")  # registers the names of the package: only a part of it may have been imported so far
+    import_module("fnddp.api")  # registers all names of the package: only a part may be imported so far
     value = _Reader(text, names).read(expression, depth=0)
     if not isinstance(value, kind):
         raise problem(text, 1, 0, f"this is a {type(value).__name__}, not {wanted}")
@@ -132,7 +132,7 @@ class _Reader:
 
 
 def _is_public(name: str, entry: Any) -> bool:
-    """Return False for a class of this package that users know by its ready-made value alone."""
+    """Return False for a class of this package that users only know by its ready-made value."""
     is_own = isinstance(entry, type) and issubclass(entry, Sync) and entry.__module__.startswith("fnddp.")
     return not is_own or hasattr(sys.modules["fnddp.api"], name)
 
@@ -152,5 +152,5 @@ def _require_fit(name: str, make: Any, arguments: Sequence[Any], keywords: Mappi
 
 
 def pipeline_of(what: str, sync: str | Sync) -> Sync:
-    """Return the pipeline, that of a text; `what` names it in the TypeError if it is none."""
+    """Return the pipeline `sync`, or the pipeline of the text `sync`; else raise a TypeError that calls it `what`."""
     return require_sync(what, parse(sync) if isinstance(sync, str) else sync)

@@ -1,7 +1,7 @@
 """Random numbers as a pure function of a key: the same on every rank, traceable, and without any global generator.
 
 A counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) from a 32-bit
-multiply-xorshift hash, in aten operations on int32, whose sums and products wrap around. Statistically good enough for
+multiply-xorshift hash, in aten operations on int32, where sums and products wrap around. Statistically good enough for
 random projections; not for secrets.
 """
 
@@ -78,7 +78,7 @@ def lots(n: int, *, name: str, seed: int, step: Any, device: torch.device | None
     """Return `n` different numbers in int32, in random order: the indices of the largest k are k random indices.
 
     The hash is a bijection (shifts by half a word and odd factors have inverses), so up to 2 ** 32 numbers have no
-    ties, which devices would break differently.
+    ties. (Devices would break ties differently.)
 
     >>> lots(3, name="w", seed=0, step=0).topk(3).indices
     tensor([0, 2, 1])
@@ -88,7 +88,7 @@ def lots(n: int, *, name: str, seed: int, step: Any, device: torch.device | None
 
 
 def _words(shape: tuple[int, ...], name: str, seed: int, step: Any, rank: Any, device: torch.device | None) -> Tensor:
-    """Return 32 random bits for each element, of which the highest are the best."""
+    """Return 32 random bits for each element; the highest bits are the best."""
     counter = torch.arange(math.prod(shape), dtype=torch.int32, device=device).reshape(shape)
     return _mixed(counter + _offset(name, seed, step, rank, device))
 
@@ -101,7 +101,7 @@ def _offset(name: str, seed: int, step: Any, rank: Any, device: torch.device | N
 
 
 def _fnv1a(text: str) -> int:
-    # In plain Python arithmetic, which Dynamo folds; it cannot trace zlib.crc32.
+    # In plain Python arithmetic, because Dynamo folds it; Dynamo cannot trace zlib.crc32.
     word = 0x811C9DC5
     for character in text:
         word = ((word ^ ord(character)) * 0x01000193) & _LOW_32

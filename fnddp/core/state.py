@@ -1,4 +1,4 @@
-"""States as flat, marked dicts: to save them, to resume from them, and to compare those of ranks."""
+"""States as flat, marked dicts: to save them, to resume from them, and to compare them between ranks."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from fnddp.core.sync import LOCAL, REPLICATED, State
 from fnddp.torch_private import is_foreign
 
 AFTER_ALL_WARM_UPS = 2**40
-"""A step that no training run gets to."""
+"""A step that no training run reaches."""
 
 FEW = 3  # keys that an error names
 
@@ -19,7 +19,7 @@ FEW = 3  # keys that an error names
 class Part(NamedTuple):
     """One leaf of a state: "replicated" (equal on all ranks) or "local" (this rank's own), a tensor or a Python int.
 
-    Its path says where it stands in the state, for example `residual.fc.weight`, compiled or not.
+    Its path is its position in the state, for example `residual.fc.weight`; compiling a module does not change it.
     """
 
     kind: str
@@ -57,8 +57,8 @@ def parts(state: State) -> Iterator[Part]:
 def state_dict(state: State) -> dict[str, Tensor | int]:
     """Return a flat dict of a pipeline's state, for `torch.save` and `torch.load(weights_only=True)`.
 
-    Keys are `replicated/<path>` for parts that are equal on all ranks (one may save them) and `local/<path>` for this
-    rank's own (each rank must save them). Tensors are detached but not copied.
+    Keys are `replicated/<path>` for parts that are equal on all ranks (one rank may save them) and `local/<path>` for
+    this rank's own parts (each rank must save them). Tensors are detached but not copied.
 
     >>> from fnddp import allreduce, warmup
     >>> state_dict(warmup(allreduce, steps=3).init({}))
@@ -68,7 +68,7 @@ def state_dict(state: State) -> dict[str, Tensor | int]:
 
 
 def load_state_dict(state_template: State, saved: Mapping[str, Any]) -> State:
-    """Return the state that `saved` holds, in the tree of `state_template` and on its devices, exact to the bit.
+    """Return the state in `saved`, bit for bit, in the tree of `state_template` and on its devices.
 
     Args:
         state_template: A state of the same pipeline and parameters, such as `sync.init(params)`. It is not changed.
@@ -91,7 +91,7 @@ def load_state_dict(state_template: State, saved: Mapping[str, Any]) -> State:
 
 
 def differing(have: Collection[str], want: Collection[str]) -> str:
-    """Return in words which keys are missing and which are too many, a few of each."""
+    """Describe the missing and the unexpected keys, a few of each."""
 
     def some(keys: list[str]) -> str:
         more = f" and {len(keys) - FEW} more" if len(keys) > FEW else ""
@@ -114,9 +114,9 @@ def _loaded(part: Part, value: Any) -> Any:
 
 
 def require_like(owner: str, state: State, template: State) -> State:
-    """Return `state`, as by `shared`, if it has the structure, shapes, dtypes and devices of `template`; else raise.
+    """Return `shared(state)` if it has the structure, shapes, dtypes and devices of `template`; else raise.
 
-    Tensors in memory of another library are copied: plans cannot see their references.
+    Tensors in memory of another library are copied, because plans cannot see that library's references.
 
     >>> from fnddp import allreduce, error_feedback
     >>> template = error_feedback(allreduce).init({"w": torch.ones(2)})
@@ -143,16 +143,16 @@ def require_like(owner: str, state: State, template: State) -> State:
 
 
 def continued(fresh: State, before: State) -> State:
-    """Return `fresh`, the state for further leaves, with the parts that `before` has of the same place and shape."""
+    """Return `fresh`, a state for more leaves, with the parts of `before` that have the same path and shape."""
     held = {part.path: part.value for part in parts(before)}
     kept = [(held.get(part.path), part.value) for part in parts(fresh)]
     return tree.replace_leaves(fresh, [old if describe(old) == describe(new) else new for old, new in kept])
 
 
 def shared(state: State) -> State:
-    """Return views of the tensors of `state`: their reference counts show whether a caller still holds them.
+    """Return views of the tensors of `state`: reference counts of the originals show whether a caller still holds them.
 
-    Plans write over the memory of a state that only an engine holds (`fnddp.torch_private.storage_use_count`).
+    Plans overwrite the memory of a state that only an engine holds (`fnddp.torch_private.storage_use_count`).
     """
     return tree.map_tensors(lambda part: part.data, state)
 

@@ -33,7 +33,7 @@ Local: TypeAlias = Annotated[T, LOCAL]
 """Marks a field of a state as this rank's own: residuals."""
 
 Remembered: TypeAlias = Annotated[T, REMEMBERED]
-"""Marks a field as memory of gradients: plans leave it as it was in a step in which what arrives is not finite."""
+"""Marks a field as memory of gradients: plans keep its old value in a step that receives NaN or infinite values."""
 
 State: TypeAlias = Any
 """A pytree of tensors and Python ints. Transforms use named tuples with fields `Replicated`, `Local` or `State`."""
@@ -43,11 +43,11 @@ class Exchange(NamedTuple):
     """The results of an exchange.
 
     Attributes:
-        mean: The synchronized gradients; paths, shapes, dtypes and devices of the input, equal on every rank. A leaf
-            without an update in this step has no entry, on all ranks alike (see `Sync.skips`): that is not a zero.
-        sent: What this rank contributed, as the others saw it: an entry for each leaf of the input, zeros for those of
-            which nothing was sent. Its mean over ranks is `mean`, up to the rounding of the wire's own sum, so what a
-            lossy pipeline lost on this rank is `grads - sent`.
+        mean: The synchronized gradients, equal on every rank, with the paths, shapes, dtypes and devices of the input.
+            A leaf without an update in this step has no entry on any rank (see `Sync.skips`): that is not a zero.
+        sent: This rank's contribution, as the others decoded it: an entry for each leaf of the input, zeros for leaves
+            that were not sent. Its mean over ranks is `mean`, up to the rounding of the wire's own sum, so the error of
+            a lossy pipeline on this rank is `grads - sent`.
         state: The state for the next step.
     """
 
@@ -63,10 +63,10 @@ class Exchange(NamedTuple):
 class Sync(Expression, abc.ABC):
     """A gradient synchronization: a value that can be printed, compared, nested and run.
 
-    Running it is pure: inputs are never written to, and rolling back a step is keeping the old state. A wrong option is
-    a ValueError or TypeError when it is built, as is an inner pipeline that it cannot wrap: one that takes a max or min
-    where payloads must add, or that has no update in some steps where each is needed. A state of another tree or
-    pipeline is a ValueError in `exchange`.
+    Running it is pure: it never writes to its inputs; to roll back a step, keep the old state. Building it raises a
+    ValueError or TypeError for a wrong option, and for an inner pipeline that it cannot wrap: one that takes a max or
+    min where payloads must add, or that has no update in some steps where each step needs one. `exchange` raises a
+    ValueError for a state of another tree or pipeline.
 
     >>> import torch
     >>> from fnddp import allreduce, bf16, error_feedback, powersgd
@@ -81,15 +81,15 @@ class Sync(Expression, abc.ABC):
     """
 
     wraps_skipping: ClassVar[bool] = False
-    """True if `exchange` does without the means that an inner pipeline leaves out: see `skips`."""
+    """True if `exchange` accepts an inner pipeline that leaves out some means: see `skips`."""
     takes_weight: ClassVar[bool] = False
-    """True for `weighted` alone, whose steps have a weight on each rank."""
+    """True only for `weighted`: its steps have a weight on each rank."""
     remembers: ClassVar[bool] = False
-    """True if it adds what it keeps of earlier steps to later gradients: their losses, or a momentum."""
+    """True if it adds state of earlier steps to later gradients: their losses, or a momentum."""
     wants_whole_leaves: ClassVar[bool] = False
-    """True if it computes something of all leaves that cannot be computed from a rank's shards of them."""
+    """True if it computes a value from whole leaves that cannot be computed from a rank's shards of them."""
     nests: ClassVar[Any] = frozenset[str]()
-    """Where codecs may stand: "around" it, if it moves what need not add; "inside" of it, to encode its fractions."""
+    """Where codecs may be: "around" it, if its payloads need not add; "inside" it, to encode floating-point parts."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -122,27 +122,27 @@ class Sync(Expression, abc.ABC):
 
         Args:
             leaves: This rank's gradients by leaf path, as `fnddp.tree.flatten` names them. Implementations get them in
-                one order on all ranks, that of `fnddp.tree.ordered`.
+                the order of `fnddp.tree.ordered`, the same on all ranks.
             state: From `init` or the previous exchange.
 
         Raises:
-            TypeError: `leaves` is no plain dict of tensors.
-            ValueError: A leaf is not dense, or `state` is not of the named tuple that the method annotates it with.
+            TypeError: `leaves` is not a plain dict of tensors.
+            ValueError: A leaf is not dense, or `state` is not an instance of the method's annotated named tuple.
         """
 
     def __call__(self, grads: T, state: State, *, weight: float | Tensor | None = None) -> tuple[T, State]:
         """Synchronize `grads`.
 
-        The wrong call inside `torch.func.grad`: synchronize its result instead (this raises there).
+        Inside `torch.func.grad` this raises an error: synchronize the result of `grad` instead.
 
         Args:
             grads: This rank's gradients, any pytree of dense tensors.
             state: From `init` or the previous call.
-            weight: For `weighted`, which needs one: how much this rank's gradients count, its samples or tokens.
+            weight: Only for `weighted`, and required there: the number of this rank's samples or tokens.
 
         Returns:
-            The mean over ranks in the tree of `grads`, equal on every rank to the bit, and the next state. The mean of
-            a leaf without an update in this step is None, on all ranks alike (see `skips`).
+            The mean over ranks in the tree of `grads`, bitwise equal on every rank, and the next state. The mean of a
+            leaf without an update in this step is None on all ranks (see `skips`).
 
         Raises:
             TypeError: A leaf is not a tensor; a weight is given to another pipeline than `weighted`.
@@ -164,7 +164,7 @@ class Sync(Expression, abc.ABC):
 
         Args:
             group: A process group, its name, a one-dimensional device mesh, `(mesh, dim)`, or None for the default.
-            unnamed_only: Leave reducers that name a group as they are (what adapters do).
+            unnamed_only: Change only reducers that do not name a group, as adapters do.
 
         >>> from fnddp import allreduce, fp16
         >>> fp16(allreduce).over("7")
@@ -180,14 +180,14 @@ class Sync(Expression, abc.ABC):
 
     @property
     def groups(self) -> frozenset[str | None] | None:
-        """The names of the process groups it reduces over; None if a reducer inside, such as a hook, does not say."""
+        """The names of the process groups it reduces over; None if a reducer inside, such as a hook, names none."""
         inner = [child.groups for child in self.children()]
         known = [groups for groups in inner if groups is not None]
         none: frozenset[str | None] = frozenset()
         return none.union(*known) if inner and known == inner else None
 
     def reduces(self, path: str) -> bool:
-        """Return whether the leaf `path` is reduced over ranks. False for what `none` leaves as it is on its rank."""
+        """Return whether the leaf `path` is reduced over ranks; False if `none` leaves it unchanged."""
         inner = list(self.children())
         return any(child.reduces(path) for child in inner) if inner else bool(self.ops)
 
@@ -195,36 +195,36 @@ class Sync(Expression, abc.ABC):
     def traceable(self) -> bool:
         """True if `exchange` can run on tensors without values. False if it reads values or runs foreign code.
 
-        A pipeline that is not traceable cannot be lowered: it runs as a whole when all gradients are there.
+        A pipeline that is not traceable cannot be lowered to a plan: it runs after all gradients are computed.
         """
         return all(child.traceable for child in self.children())
 
     @property
     def sent_is_exact(self) -> bool:
-        """True if the mean of `sent` is `mean`. False with memory of the mean, which is no single rank's loss."""
+        """True if the mean of `sent` is `mean`. False with memory of the mean, a loss that no single rank has."""
         return all(child.sent_is_exact for child in self.children())
 
     @property
     def skips(self) -> bool:
         """True if some leaves have no update in some steps: no entry in `Exchange.mean`, None in the result.
 
-        Which ones, and when, follows from Python ints of the state alone, so it is the same on all ranks.
+        Only Python ints of the state decide which leaves, and when, so it is the same on all ranks.
         """
         return any(child.skips for child in self.children())
 
     @property
     def hides_nonfinite(self) -> bool:
-        """True if what travels, and the mean of other ranks, may be finite where a gradient is not."""
+        """True if the payload, and the mean on other ranks, may be finite although a gradient is NaN or infinite."""
         return any(child.hides_nonfinite for child in self.children())
 
     @property
     def agrees(self) -> bool:
         """True if all ranks get the same mean of every leaf. False without a reduction, and over several groups.
 
-        It follows from what is inside; only a reducer that gives ranks other leaves (`to_owners`) sets it.
+        It is derived from the inner pipelines; only a reducer that gives ranks different leaves (`to_owners`) sets it.
         """
         inner = list(self.children())
-        if not any(child.ops for child in inner):  # what nothing inside reduces, it may reduce itself
+        if not any(child.ops for child in inner):  # if no inner pipeline reduces, it may reduce itself
             return bool(self.ops)
         return all(child.agrees for child in inner) and len({child.groups for child in inner}) == 1
 
@@ -237,11 +237,11 @@ class Sync(Expression, abc.ABC):
     @final
     @property
     def carries(self) -> bool:
-        """True if codecs may stand around it: see `nests`."""
+        """True if codecs may be around it: see `nests`."""
         return "around" in self.nests
 
     def carry(self, layers: Any, leaves: Leaves, state: State) -> Exchange:
-        """Exchange `leaves`, encoded by the codecs of `layers`; for pipelines of which `carries` is True."""
+        """Exchange `leaves`, encoded by the codecs of `layers`; only if `carries` is True."""
         raise TypeError(f"{self!r} carries no encoded payloads")
 
     def children(self) -> Iterator["Sync"]:
@@ -265,7 +265,7 @@ def _checked(exchange: Callable[[Any, Leaves, Any], Exchange]) -> Callable[[Any,
 
 
 class Reducer(Sync):
-    """A pipeline without another inside that reduces over one process group; stateless unless a subclass says else."""
+    """A pipeline that wraps no other and reduces over one process group; stateless unless a subclass has a state."""
 
     group: Group
 
@@ -291,7 +291,7 @@ def require_takes_weight(sync: Sync, weight: object) -> None:
 
 
 def require_sums(sync: Sync, why: str) -> None:
-    """Raise a TypeError if a pipeline in `sync` takes a max or min; `why` follows that in the error."""
+    """Raise a TypeError if a pipeline in `sync` takes a max or min; the error ends with `why`."""
     for inner in sync.children():
         if inner.ops & {"max", "min"}:
             raise TypeError(
@@ -301,7 +301,7 @@ def require_sums(sync: Sync, why: str) -> None:
 
 
 def require_agreement(owner: str, inner: Sync) -> None:
-    """Raise a TypeError if ranks may get different means of some leaves, which `owner` computes with."""
+    """Raise a TypeError, in the name of `owner`, if ranks may get different means of some leaves from `inner`."""
     if not inner.agrees:
         raise TypeError(
             f"{owner}: {inner!r} gives ranks other means of some leaves, so they would act differently; "
@@ -317,7 +317,7 @@ def require_means(sync: Sync, leaves: Iterable[str], mean: Mapping[str, Tensor])
 
 
 def parts_of(sync: Sync, state: State, structure: Any) -> list[Any]:
-    """Return the leaves of the next state; raise a ValueError unless it has `structure`, that of the state before."""
+    """Return the leaves of the next state; raise a ValueError unless its structure equals `structure`, the last one."""
     try:
         return structure.flatten_up_to(state)
     except ValueError as error:
@@ -335,7 +335,7 @@ def groups_of(sync: Sync) -> tuple[str | None, ...]:
 
 
 class Registry(dict[str, Any]):
-    """The names that `parse` knows: of transforms (callables that return a `Sync`) and of ready-made values."""
+    """The names that `parse` knows: those of transforms (callables that return a `Sync`) and of ready-made values."""
 
     def add(self, name: str, entry: Any) -> None:
         known = self.get(name)
@@ -349,7 +349,7 @@ registry = Registry()
 
 @dataclass_transform(frozen_default=True)
 def transform(cls: type[T]) -> type[T]:
-    """Make a `Sync` subclass a frozen dataclass and register its name with `fnddp.parse`, where it must be new."""
+    """Make a `Sync` subclass a frozen dataclass and register its name, which must be new, with `fnddp.parse`."""
     require_subclass("transform", cls, Sync, "fnddp.Sync, or of fnddp.Codec for a codec")
     made = dataclass(frozen=True, repr=False)(cls)
     registry.add(cls.__name__, made)
@@ -357,13 +357,13 @@ def transform(cls: type[T]) -> type[T]:
 
 
 def require_subclass(decorator: str, cls: Any, base: type, wanted: str) -> None:
-    """Raise a TypeError unless `cls`, which a decorator has got, is a subclass of `base`."""
+    """Raise a TypeError unless `cls`, the argument of a decorator, is a subclass of `base`."""
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise TypeError(f"{decorator}: expected a subclass of {wanted}, got {cls!r}; give it that base")
 
 
 def require_state(owner: str, state: State, kind: type) -> None:
-    """Raise a ValueError unless `state` is one that the transform `owner` makes in its init."""
+    """Raise a ValueError unless `state` has the type that the `init` of the transform `owner` returns."""
     if not isinstance(state, kind):
         raise ValueError(
             f"{owner}: the state is a {type(state).__name__}, not a {kind.__name__}: "
@@ -379,7 +379,7 @@ def all_in(*syncs: Sync) -> Iterator[Sync]:
 
 
 def require_sync(what: str, value: Any) -> Sync:
-    """Return `value`, a pipeline; `what` names it in the TypeError if it is none."""
+    """Return `value` if it is a pipeline; else raise a TypeError that calls it `what`."""
     if isinstance(value, Sync):
         return value
     made = f"; call it: {value.__name__}(...)" if isinstance(value, type | FunctionType) else ""

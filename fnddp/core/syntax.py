@@ -7,10 +7,10 @@ PIPELINE = "a pipeline; write for example fp16(allreduce)"
 
 
 def expression_of(text: str, wanted: str = PIPELINE) -> tuple[str, ast.expr]:
-    """Return `text` with the lines that ast counts, and its expression.
+    """Return `text` with the line breaks that ast counts, and its expression.
 
     Raises:
-        TypeError, ValueError: It is none; with the position.
+        TypeError, ValueError: `text` is not an expression; the error has the position.
     """
     if not isinstance(text, str):
         raise TypeError(f"parse: expected a string such as 'fp16(allreduce)', got {text!r}")
@@ -28,7 +28,7 @@ def expression_of(text: str, wanted: str = PIPELINE) -> tuple[str, ast.expr]:
 
 
 def problem(text: str, line: int, column: int, what: str) -> ValueError:
-    """Return a ValueError that shows the place in `text`."""
+    """Return a ValueError that shows the position in `text`."""
     return ValueError(f"parse: {what}\n{pointer(text, line, column)}")
 
 

@@ -1,8 +1,8 @@
-"""Two hops on one table: leaves to the ranks that own them, which add up, and what owners have to all ranks.
+"""Two hops on one table: send leaves to the ranks that own and add them, then send the owners' results to all ranks.
 
-A table says which elements of which leaf are in which rank's row of a message, and at which place. Every carrier that
-gives ranks parts of leaves is a table with two operations: chunks of all leaves (`two_shot`), whole leaves and their
-rows (`own`), shards (FSDP2), matrices.
+A table lists the elements of leaves in each rank's row of a message, and their positions. Every carrier that gives
+ranks parts of leaves is a table with two operations: chunks of all leaves (`two_shot`), whole leaves and their rows
+(`own`), shards (FSDP2), matrices.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,7 @@ from fnddp.wire.groups import current
 
 @dataclass(frozen=True)
 class Entry:
-    """Elements of a leaf in a row of a table: `count` from `first` on, at `place` in the row of rank `row`."""
+    """Elements of a leaf in a table: `count` from `first` on, stored from `place` on in the row of rank `row`."""
 
     leaf: str
     first: int
@@ -35,7 +35,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Cut:
-    """The division of a leaf of `count` elements: into rows of `width`, the last ones padded, or whole to `owner`."""
+    """The division of a leaf of `count` elements: into rows of `width` (the last ones padded), or whole to `owner`."""
 
     count: int
     width: int
@@ -44,10 +44,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Table:
-    """The elements of leaves that are in the row of each of `n` ranks, in the order of the leaves.
+    """The elements of leaves in the row of each of `n` ranks, in the order of the leaves.
 
-    It follows from the shapes of leaves and the number of ranks alone, so it is the same on all ranks. Places and
-    counts are of elements before a codec; elements of complex leaves count twice. Printed, it has a line for each part.
+    It depends only on the shapes of leaves and the number of ranks, so it is the same on all ranks. Places and counts
+    are in elements before a codec; elements of complex leaves count twice. It prints a line for each part.
 
     >>> print(Table(2, {"w": Cut(5, 3), "b": Cut(2, 1)}))
     leaf  first  count  row  place
@@ -61,7 +61,7 @@ class Table:
     cuts: Mapping[str, Cut]
 
     def parts(self) -> Iterator[Entry]:
-        """Yield the parts that have elements, row by row: those of whole leaves first, in a row as long as any."""
+        """Yield the non-empty parts, row by row; whole leaves come first, padded to the longest of these in any row."""
         whole = [sum(cut.count for cut in self.cuts.values() if cut.owner == row) for row in range(self.n)]
         for row in range(self.n):
             places = {False: 0, True: max(whole)}
@@ -72,14 +72,14 @@ class Table:
                 places[is_cut] += cut.width if is_cut else count
 
     def count(self, leaf: str, row: int) -> int:
-        """Return the number of elements of a leaf that are in a row."""
+        """Return the number of a leaf's elements in a row."""
         cut = self.cuts[leaf]
         if cut.owner is not None:
             return cut.count if cut.owner == row else 0
         return min(max(cut.count - row * cut.width, 0), cut.width)
 
     def counts(self, wires: Leaves) -> dict[str, Tensor | None]:
-        """Return the number of elements of each leaf in each row, `[n, 1]`; None for one without padding."""
+        """Return the number of elements of each leaf in each row, `[n, 1]`; None for a leaf without padding."""
         counts: dict[str, Tensor | None] = dict.fromkeys(wires)
         for leaf, wire in wires.items():
             cut = self.cuts[leaf]
@@ -89,7 +89,7 @@ class Table:
         return counts
 
     def rows(self, wires: Leaves) -> Leaves:
-        """Return the elements of whole leaves, `[n, width]`, or `[1, width]` of one that a rank owns."""
+        """Return the elements of leaves as rows: `[n, width]`, or `[1, width]` for a leaf with one owner."""
         made: Leaves = {}
         for leaf, wire in wires.items():
             cut = self.cuts[leaf]
@@ -107,10 +107,10 @@ class Table:
 
 
 class Hop:
-    """Rows of a table, encoded, whose leaves are in batches: those of one owner, and those of all owners.
+    """Encoded rows of a table, with leaves in batches: a batch has leaves of one owner, or leaves that are cut.
 
-    "By batch" is by the path of its first leaf. The payloads of whole leaves share messages: those of a bucket and a
-    dtype have one row for each owner, padded to the longest. A batch that is cut has messages of its own.
+    A batch is named by the path of its first leaf. The payloads of whole leaves share messages: a message of a bucket
+    and a dtype has one row for each owner, padded to the longest. A batch of cut leaves has messages of its own.
     """
 
     def __init__(self, table: Table, batches: "Mapping[str, Batch]", encoded: Mapping[str, Encoded]) -> None:
@@ -138,9 +138,9 @@ class Hop:
         again: str = "",
         encoded: Callable[[Layers, Tensor, Key, Tensor | None], Encoded] = encode,
     ) -> "Hop":
-        """Return `rows` of leaves in batches, each encoded by `encoded`, with random numbers by its name and `again`.
+        """Encode `rows` of leaves in batches; the name of a batch and `again` are the key of its random numbers.
 
-        `counts` are how many numbers in the rows of a leaf are no padding, `[rows, 1]`; None for all.
+        `counts` has the numbers of elements in the rows of a leaf that are not padding, `[rows, 1]`; None for all.
         """
         of_owner: dict[int | None, Leaves] = {owner: {} for owner in (*range(table.n), None)}
         for path, row in rows.items():
@@ -152,14 +152,14 @@ class Hop:
         return cls(table, batches, made)
 
     def scatter(self, rank: int, group: str | None) -> Leaves:
-        """Send rows to their owners; return the sums, by batch, of what all ranks have sent to this one."""
+        """Send rows to their owners; return the sums of the rows that this rank received from all ranks, by batch."""
         return self.added(collectives.all_to_all_leaves(self.to_each(), group), rank)
 
     def gather(self, rank: int, group: str | None, wires: Leaves | None = None) -> Leaves:
-        """Send the row of this rank to all; return all rows as all decode them, by batch.
+        """Send the row of this rank to all; return all decoded rows, by batch.
 
-        `wires` are all leaves as this rank has them. Messages depend on them even where it sends nothing of a leaf:
-        else plans would order messages on each rank by the leaves that it owns.
+        `wires` has this rank's value of every leaf. Messages depend on all of them, even on leaves that this rank does
+        not send: otherwise a plan would order messages by the leaves that its rank owns.
         """
         mine: dict[tuple[str, str], Tensor] = dict(self._cut)
         for key, rows in self._whole.items():
@@ -172,7 +172,7 @@ class Hop:
     def added(self, moved: Mapping[Any, Tensor], rank: int) -> Leaves:
         """Return the sums of the decoded payloads of all ranks, by batch, in rank order, in float32 or wider.
 
-        Of a batch of another owner there are no elements, of all its messages: a plan drops what none reads.
+        A batch of another owner becomes empty slices of all its messages, because a plan drops messages never read.
         """
         sums: Leaves = {}
         n = self.table.n
@@ -191,22 +191,22 @@ class Hop:
         return sums
 
     def decoded(self) -> Leaves:
-        """Return the rows that this rank has encoded as others see them, by batch."""
+        """Return this rank's encoded rows as other ranks decode them, by batch."""
         return {name: each.decode(each.payload) for name, each in self.encoded.items()}
 
     def split(self, by_batch: Leaves) -> Leaves:
-        """Return tensors by leaf, of tensors by batch."""
+        """Split tensors by batch into tensors by leaf."""
         return {path: row for name, x in by_batch.items() for path, row in self.batches[name].split(x).items()}
 
     def to_each(self) -> dict[tuple[str, str], Tensor]:
-        """Return the messages to owners, each with a row for each of them: `[n, ...]`."""
+        """Return the messages to owners, each with one row for each owner: `[n, ...]`."""
         whole = {key: torch.stack([self._row(key, r) for r in range(self.table.n)]) for key in self._whole}
         return self._cut | whole
 
     def of_each(
         self, rank: int, payloads: Mapping[str, Payload], device: torch.device
     ) -> dict[tuple[str, str], Tensor]:
-        """Return messages with a row for each rank, `[n, width]`, of `payloads: [n, ...]` of what `rank` owns."""
+        """Return messages with a row for each rank, `[n, width]`, from `payloads: [n, ...]` of the leaves of `rank`."""
         made: dict[tuple[str, str], Tensor] = {}
         for key, rows in self._whole.items():
             flat = [payloads[name][part].reshape(self.table.n, -1) for name, part in rows[rank]]
@@ -215,7 +215,7 @@ class Hop:
         return made
 
     def payload(self, moved: Mapping[Any, Tensor], name: str, *, of_owner: bool = False) -> Payload:
-        """Return the payloads of a batch that all ranks have sent to this one; or the one of its owner, to all."""
+        """Return the payloads of a batch that this rank received from all ranks, or with `of_owner` from its owner."""
         owner, like = self.table.cuts[name].owner, self.encoded[name].payload
         if owner is None:
             return {part: moved[name, part].reshape(-1, *each.shape[1:]) for part, each in like.items()}
@@ -231,7 +231,7 @@ class Hop:
         return payload
 
     def _padding(self, key: tuple[str, str], rank: int) -> tuple[Tensor, int]:
-        """Return a tensor of the dtype of a message, and how many elements the row of `rank` is padded with."""
+        """Return a tensor with the dtype of a message, and the number of padding elements in the row of `rank`."""
         parts = [[self.encoded[name].payload[part] for name, part in row] for row in self._whole[key]]
         sizes = [sum(each.numel() for each in row) for row in parts]
         return next(each for row in parts for each in row), max(sizes) - sizes[rank]
@@ -244,16 +244,16 @@ class Hop:
 
 
 BLOCK = 1 << 22
-"""Elements that are decoded at a time, if a leaf has not more: 16 MiB, and no copy of a leaf for each rank."""
+"""Elements decoded at a time, 16 MiB: so there is no copy of a large leaf for each rank. See `MOST_BLOCKS`."""
 MOST_BLOCKS = 16
-"""The most blocks of a leaf: each takes operations, in a plan too."""
+"""The largest number of blocks of a leaf, because each adds operations, also to a plan."""
 
 
 class Batch:
     """Rows of leaves that are encoded together, in pieces of one size: `[rows, pieces, unit]`.
 
-    A leaf has one or more pieces, the last one padded with zeros. One that is encoded alone, `is_one`, has no unit, and
-    is `[rows, n]`.
+    A leaf has one or more pieces, the last one padded with zeros. A batch of one leaf that is encoded alone, `is_one`,
+    has no unit, and is `[rows, n]`.
     """
 
     def __init__(self, rows: Leaves, unit: int | None) -> None:
@@ -263,7 +263,7 @@ class Batch:
         self.x = self.join(rows)
 
     def join(self, rows: Leaves) -> Tensor:
-        """Return what `x` is, of `[rows, n]` of each leaf; fewer numbers are padded with zeros."""
+        """Join `[rows, n]` of each leaf in the layout of `x`; shorter rows are padded with zeros."""
         if self.is_one:
             return rows[self.paths[0]]
         parts: list[Tensor] = []
@@ -274,16 +274,16 @@ class Batch:
         return (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).unflatten(1, (-1, self._unit))
 
     def split(self, x: Tensor) -> Leaves:
-        """Return `[rows, n]` of each leaf, of what has the dimensions of `x`."""
+        """Return `[rows, n]` of each leaf from `x: [rows, pieces, unit]`: the inverse of `join`."""
         if self.is_one:
             return {self.paths[0]: x}
         parts = zip(self._widths.items(), x.split(self._pieces, 1), strict=True)
         return {path: shortened(part.flatten(1), width) for (path, width), part in parts}
 
     def cleared(self, x: Tensor, lengths: Mapping[str, int], *, is_kept: bool) -> Tensor:
-        """Return `x` with zeros behind the first numbers of the row of each leaf.
+        """Return `x` with zeros after the first `lengths` elements of each leaf's row.
 
-        Unless nothing depends on them: each number is encoded by itself, and what that loses of it is not kept.
+        Return `x` itself if elements are encoded independently and their error is not kept: padding is harmless then.
         """
         pieces = zip(self.paths, self._pieces, strict=True)
         if (self._unit == 1 and not is_kept) or all(n * self._unit == lengths[path] for path, n in pieces):
@@ -294,12 +294,12 @@ class Batch:
 def batches_of(layers: Layers, rows: Leaves) -> dict[str, Batch]:
     """Return `rows` of leaves in batches that are encoded together, by the path of their first leaf.
 
-    In a plan they are those of a bucket, up to a size from which joining them costs more than it saves; else each leaf
-    is alone. The bits are the same.
+    In a plan, a batch has the leaves of a bucket, up to the size where joining costs more than it saves. Otherwise each
+    leaf is alone. The encoded bits are the same.
     """
     bucket_of = current().bucket_of
     found: list[tuple[Leaves, int | None]] = []
-    last: dict[Any, tuple[Leaves, int]] = {}  # of those alike the last batch, and its bytes
+    last: dict[Any, tuple[Leaves, int]] = {}  # the last batch of each kind, and its bytes
     for path, row in rows.items():
         unit = None if bucket_of is None else unit_of(layers, row.shape[1])
         bucket = None if bucket_of is None or unit is None else bucket_of(path)

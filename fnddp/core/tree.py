@@ -2,8 +2,8 @@
 
 The only file that imports optree. A tree is any optree pytree: dicts, lists, tuples, named tuples, `None` (a node
 without leaves), and classes registered with optree globally or in the namespace `"fnddp"`. Inside a transform a tree
-is a `Leaves`: a plain dict from leaf path to tensor, in the order of `ordered`, which is the same on all ranks. The
-order of a tree may differ between them: dicts are often made from sets of names.
+is a `Leaves`: a plain dict from leaf path to tensor, in the order of `ordered`, the same on all ranks. The order of a
+tree may differ between ranks: dicts are often made from sets of names.
 """
 
 import re
@@ -21,7 +21,7 @@ from fnddp.torch_private import WRAPPERS, constant_for_dynamo
 NAMESPACE = "fnddp"
 
 Tree: TypeAlias = Any
-"""Any optree pytree whose leaves are tensors."""
+"""Any optree pytree of tensors."""
 
 Leaves: TypeAlias = dict[str, Tensor]
 """Tensors by leaf path."""
@@ -39,7 +39,7 @@ N = TypeVar("N", bound=NamedTuple)
 
 
 def ordered(leaves: Mapping[str, T]) -> dict[str, T]:
-    """Return `leaves` in the order of their paths, numbers by their value: the one that all ranks have.
+    """Return `leaves` in the order of their paths, with numbers by value: the same order on all ranks.
 
     >>> list(ordered(dict.fromkeys(["h.10.w", "h.9.w", "h.9.b", "h"])))
     ['h', 'h.9.b', 'h.9.w', 'h.10.w']
@@ -58,7 +58,7 @@ def _sorted(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _place(path: str) -> list[str | tuple[int, str]]:
-    """Return texts, and the numbers between them, which two paths have at the same places."""
+    """Return the texts of a path and the numbers between them, alternately, as a sort key."""
     parts = re.split(r"(\d+)", path)
     return [(int(part), part) if i % 2 else part for i, part in enumerate(parts)]
 
@@ -66,7 +66,7 @@ def _place(path: str) -> list[str | tuple[int, str]]:
 def flatten(tree: Tree) -> tuple[Leaves, Spec]:
     """Return the leaves of `tree` by path, in the order of `ordered`, and its structure.
 
-    The path of a leaf is what leads to it, joined by dots: `{"encoder": [w]}` has the leaf `encoder.0`, and
+    The path of a leaf has the keys that lead to it, joined by dots: `{"encoder": [w]}` has the leaf `encoder.0`, and
     `dict(module.named_parameters())` has the parameter names. The path of a bare tensor is the empty string.
 
     Raises:
@@ -112,7 +112,7 @@ def require_leaves(owner: str, leaves: Any) -> None:
 
 
 def unflatten(spec: Spec, leaves: Mapping[str, Any]) -> Tree:
-    """Return the tree of structure `spec` whose leaves are the values of `leaves`, by path."""
+    """Return the tree of structure `spec` with the values of `leaves`, by path."""
     values = [leaves[path] for path in spec.paths]
     return dict(zip(spec.paths, values, strict=True)) if spec.node is None else optree.tree_unflatten(spec.node, values)
 
@@ -120,7 +120,7 @@ def unflatten(spec: Spec, leaves: Mapping[str, Any]) -> Tree:
 def annotated_items(tree: Tree) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
     """Yield path, annotations and value of every leaf of any type.
 
-    The annotations are those (`Annotated[..., these]`) of the named-tuple and dataclass fields that lead to the leaf,
+    They are the annotations (`Annotated[..., these]`) of the named-tuple and dataclass fields that lead to the leaf,
     outermost first.
     """
     values, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
@@ -134,9 +134,9 @@ def annotated_items(tree: Tree) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
 
 
 def without_wrappers(path: str) -> str:
-    """Return the path of a leaf without the names that wrappers of parts of a module, such as `torch.compile`, add.
+    """Return the path of a leaf without the names that module wrappers such as `torch.compile` add.
 
-    It is the same leaf: a run that is compiled continues one that is not.
+    So a compiled run can continue a run that was not compiled.
 
     >>> without_wrappers("_orig_mod.layers.0._orig_mod.weight")
     'layers.0.weight'
@@ -158,9 +158,9 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 
 
 def paired(fn: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
-    """Return the state with `fn` applied to the parts at the same places in two states, in the structure of the first.
+    """Apply `fn` to the parts at the same positions in two states; return a state with the structure of the first.
 
-    Where their structures differ, the parts are whole subtrees. In plain Python, which Dynamo traces.
+    Where their structures differ, the parts are whole subtrees. In plain Python, so that Dynamo can trace it.
 
     >>> paired(lambda a, b: (a, b), {"x": [1, 2], "y": 3}, {"x": [4, 5]})
     {'x': [(1, 4), (2, 5)], 'y': (3, None)}
@@ -188,7 +188,7 @@ def map_leaves(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 
 
 def replaced(record: N, **changes: Any) -> N:
-    """Return `record._replace(**changes)`, of which torch.compile of 2.11 makes an empty tuple.
+    """Return `record._replace(**changes)`; torch.compile 2.11 would turn that call into an empty tuple.
 
     >>> from fnddp.core.sync import Exchange
     >>> replaced(Exchange({}, {}, state=0), state=1).state
@@ -199,12 +199,12 @@ def replaced(record: N, **changes: Any) -> N:
 
 
 def is_inexact(leaf: Tensor) -> bool:
-    """Return True for floating-point and complex leaves, which can be cast, compressed and remembered."""
+    """Return True for floating-point and complex leaves: these can be cast, compressed and remembered."""
     return leaf.is_floating_point() or leaf.is_complex()
 
 
 def changed(now: Leaves, before: Leaves) -> list[str]:
-    """Return the leaves of `now` whose values are not those of `before`. It waits for the device once.
+    """Return the paths of leaves with different values in `now` and `before`. It waits for the device once.
 
     >>> changed({"a": torch.ones(2), "b": torch.ones(3)}, {"a": torch.ones(2), "b": torch.zeros(3)})
     ['b']
@@ -219,9 +219,9 @@ def changed(now: Leaves, before: Leaves) -> list[str]:
 def check_entries(
     owner: str, entries: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], made_for: str = "another tree"
 ) -> None:
-    """Raise a ValueError about the first leaf whose entry in the state of `owner` has not the shape in `shapes`.
+    """Raise a ValueError about the first leaf with an entry in the state of `owner` that lacks the shape in `shapes`.
 
-    `made_for` says what the state may have been made for instead.
+    `made_for` is the error's guess at the tree or the ranks that the state was made for.
     """
     problem = ""
     for path, shape in shapes.items():

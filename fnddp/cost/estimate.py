@@ -1,4 +1,4 @@
-"""A step on a clock: its computation and its collectives, and how long it takes where these overlap."""
+"""The timeline of a step: its computation and collectives, and its duration when they overlap."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ Links: TypeAlias = Link | Mapping[str | None, Link]
 
 
 def parsed(links: Links | str) -> Links:
-    """Return `links`, of which text has been parsed by `Link.parse`."""
+    """Return `links`, parsed by `Link.parse` where they are text."""
     return Link.parse(links) if isinstance(links, str) else links
 
 
@@ -24,14 +24,14 @@ def parsed(links: Links | str) -> Links:
 class Compute:
     """The time that a rank computes in a step, without waiting: see `measure_backward` and `measure_segments`.
 
-    Measured by one process alone, it holds for a rank with cores, caches and a GPU of its own.
+    If one process alone measured it, it is valid for a rank with its own cores, caches and GPU.
 
     Attributes:
         forward_seconds: Time of forward.
         backward_seconds: Time of backward, without the encoding that runs in it.
-        arrivals: For each leaf when its gradient is ready, in seconds from the start of backward. None: buckets are
+        arrivals: The time when each leaf's gradient is ready, in seconds from the start of backward. None: buckets are
             ready at even intervals.
-        segments: Seconds of each of the plan's segments, in their order: encoding and decoding. None: no time.
+        segments: Seconds of each of the plan's segments, in order: encoding and decoding. None: they take no time.
 
     Raises:
         ValueError: A time is negative.
@@ -48,7 +48,7 @@ class Compute:
 
     @property
     def order(self) -> list[str] | None:
-        """Paths in the order in which their gradients are ready: `lower`'s `arrival`."""
+        """Leaf paths in the order in which gradients are ready: the argument `arrival` of `lower`."""
         return None if self.arrivals is None else sorted(self.arrivals, key=self.arrivals.__getitem__)
 
 
@@ -78,12 +78,12 @@ class CollectiveCost:
     """The cost of one collective.
 
     Attributes:
-        kind: "all_reduce", ...
+        kind: Its kind, such as "all_reduce".
         slot: Its position in the schedule.
         wire_bytes: Payload that one rank passes to it.
         link_bytes: Payload that one rank sends over the link.
-        seconds: Its duration, from the end of the collective before it, or from when its payload is ready.
-        end_seconds: When it is done, from the start of the step.
+        seconds: Its duration, from the end of the collective before it, or from the time when its payload is ready.
+        end_seconds: The time of its end, from the start of the step.
     """
 
     kind: str
@@ -96,11 +96,11 @@ class CollectiveCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """A computed step. Printed, it is a table of its collectives, and the sum of its parts if there are others.
+    """A computed step. It prints a table of its collectives, and the sums of other parts if there are any.
 
     Attributes:
-        spans: What a rank computes and waits for, in order, and what is on the wire.
-        collectives: In the order in which they are issued.
+        spans: The computation and waiting of a rank, and the transfers on the wire, in order.
+        collectives: The collectives in the order in which they are issued.
         encode_seconds: Time of segments that run before the last collective is complete.
         decode_seconds: Time of the segments after it.
     """
@@ -135,9 +135,9 @@ class StepCost:
         return sum(cost.link_bytes for cost in self.collectives)
 
     def followed_by(self, other: "StepCost") -> "StepCost":
-        """Return this step, and `other` after its end: the second hop of `fnddp.own`, on a link that has had a rest.
+        """Return this step followed by `other`: the second hop of `fnddp.own`, on a link that was idle before.
 
-        What is computed, slots and indices of segments of `other` are its own.
+        The spans, slots and indices of segments of `other` keep their own numbering.
         """
         later = [replace(span, begin=span.begin + self.seconds) for span in other.spans]
         sent = [replace(each, end_seconds=each.end_seconds + self.seconds) for each in other.collectives]
@@ -174,7 +174,7 @@ def _mean_of(name: str) -> Callable[["MeanStepCost"], float]:
 
 @dataclass(frozen=True)
 class MeanStepCost:
-    """The mean of the steps of a period: `steps` has each kind of step, and how many of them there are."""
+    """The mean of the steps of a period: `steps` has each kind of step and its count."""
 
     steps: tuple[tuple[StepCost, int], ...]
 
@@ -196,7 +196,7 @@ class _Queue:
         self._spare: dict[Link, tuple[float, float]] = {}  # bytes left of its burst, and at what time
 
     def serve(self, collective: Collective, ready: float) -> CollectiveCost:
-        """Return the cost of `collective`, whose payload is ready at the time `ready`."""
+        """Return the cost of `collective`; its payload is ready at the time `ready`."""
         link, kind = self._link_of(collective.group), named(collective.kind)
         payload, n = collective.wire_bytes, collective.world_size
         start = max(self._free, ready)
@@ -219,7 +219,7 @@ class _Queue:
 
 
 def estimate(collectives: Iterable[Collective], link: Links | str, backward_seconds: float = 0.0) -> StepCost:
-    """Return a step that computes nothing but backward: `predict` for collectives that are not those of a plan.
+    """Return a step that computes only backward: like `predict`, for collectives without a plan.
 
     The gradients of K buckets are ready at 1/K, 2/K, ... of backward. For more see `Plan.estimate`.
     """
@@ -238,13 +238,12 @@ def estimate(collectives: Iterable[Collective], link: Links | str, backward_seco
 def predict(plan: PlanData, link: Links | str, compute: Compute) -> StepCost:
     """Return a predicted step of `plan`: segments in order, each collective once its segment is done.
 
-    A segment runs when its gradients have arrived, the one before it is done, and the collectives that it waits for
-    are; the last ones, which decode, run when all are. Backward and segments share the rank's processor, so backward
-    is longer by the segments that run within it; the wire does not slow them down.
+    A segment runs when its gradients are ready, the segment before it is done, and the collectives that it waits for
+    are complete; the last segments decode, and run when all collectives are. Backward and segments share the rank's
+    processor, so segments within backward make it longer; the wire does not slow them down.
 
-    The wrong model where ranks share cores and `compute` was measured by one alone, where encoding runs at the same
-    time as backward (on an accelerator it has a stream of its own: an upper bound there), and for the wire's own
-    processor time.
+    The wrong model if ranks share cores but one rank alone measured `compute`; if encoding runs at the same time as
+    backward (on an accelerator it has its own stream, so this is an upper bound); and for processor time of the wire.
 
     For arguments and errors see `Plan.predict`.
     """
@@ -269,7 +268,7 @@ def predict(plan: PlanData, link: Links | str, compute: Compute) -> StepCost:
 
 
 class _Clock:
-    """The spans so far, and when the rank is free for the next segment."""
+    """The spans so far, and the time when the rank is free for the next segment."""
 
     def __init__(self, compute: Compute) -> None:
         self._compute = compute
@@ -283,7 +282,7 @@ class _Clock:
         return self._begin + self._compute.backward_seconds + self._within
 
     def wait(self, collectives: Sequence[int]) -> None:
-        """Let the rank wait for `collectives`: backward continues meanwhile, and only after it the rank is idle."""
+        """Let the rank wait for `collectives`: it runs backward meanwhile, and is idle only after backward."""
         for index in collectives:
             end = self.done[index].end_seconds
             idle_from = max(self.free, self._backward_end)
@@ -325,7 +324,7 @@ def _arrivals(plan: PlanData, compute: Compute) -> Mapping[str, float]:
 
 
 def columns(rows: Sequence[Sequence[str]], text: Collection[int] = (0,)) -> str:
-    """Return `rows` as lines of equally wide columns; `text` has the positions of those that are not numbers.
+    """Return `rows` as lines with aligned columns; `text` has the positions of columns that are not numbers.
 
     >>> print(columns([("collective", "slot", "payload"), ("c0", "0", "4 MB"), ("total", "", "12 MB")]))
     collective  slot  payload

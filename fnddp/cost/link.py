@@ -32,26 +32,25 @@ class Link(Expression):
     """The network between the ranks of a process group, as the numbers that determine the time of a collective.
 
     An all_reduce of S bytes takes 2 m alpha + (n-1)/n S (1/B + max(1/B, gamma)), where m, the messages in a row, is
-    2(n-1) with "gloo", n-1 with "ring" and log2(n) with "halving_doubling". Where B differs between pairs of ranks, the
-    slowest pair of the ring counts. The wrong model for a network that others use too, and for tree all-reduces,
-    which large NCCL jobs choose for small payloads.
+    2(n-1) with "gloo", n-1 with "ring" and log2(n) with "halving_doubling". If B differs between pairs of ranks, the
+    slowest pair of the ring counts. The wrong model for a network that others use too, and for tree all-reduces: large
+    NCCL jobs choose these for small payloads.
 
-    With `inner` the network has two levels: g = `ranks_per_node` ranks share a node, whose inside is `inner`, and an
+    With `inner` the network has two levels: g = `ranks_per_node` ranks share a node, `inner` is the link inside, and an
     all_reduce is a reduce-scatter inside, g all_reduces of S/g across nodes at once, and an all-gather inside.
 
     Args:
-        bandwidth: B, bytes per second that one rank sends (and receives at the same time). A network card that g ranks
-            of a node share gives each of them 1/g. `math.inf` is allowed.
+        bandwidth: B, bytes per second that one rank sends (and receives at the same time). If g ranks of a node share a
+            network card, each has 1/g of its bandwidth. `math.inf` is allowed.
         latency: alpha, seconds for one message.
-        gamma: Seconds per byte for adding a received payload. It counts where it exceeds 1/B: gloo and NCCL add one
-            part of the payload while the next one travels.
-        algorithm: "gloo", which is a ring of half chunks (and reduces all where it should reduce and scatter); "ring",
-            as NCCL does on large payloads; or "halving_doubling", as MPI does on small ones (n is rounded up to a
-            power of two).
-        burst: Payload bytes that pass at once after a pause: a token bucket, as of `tc tbf` or a cloud's allowance. It
-            fills up again at B. Only `estimate` counts it; `seconds` is what the link sustains.
+        gamma: Seconds per byte for adding a received payload. It counts only if it exceeds 1/B: gloo and NCCL add one
+            part of the payload while they send the next one.
+        algorithm: "gloo", a ring of half chunks (its reduce-scatter costs a whole all-reduce); "ring", as in NCCL for
+            large payloads; or "halving_doubling", as in MPI for small ones (n is rounded up to a power of two).
+        burst: Payload bytes that pass at once after a pause: a token bucket, as in `tc tbf` or a cloud's allowance. It
+            fills up again at B. Only `estimate` counts it; `seconds` assumes a sustained rate.
         inner: The link inside a node.
-        ranks_per_node: g. A group of at most g ranks is taken to be on one node.
+        ranks_per_node: g. A group of at most g ranks is assumed to be on one node.
 
     Raises:
         ValueError: A negative number or an unknown algorithm; `inner` without `ranks_per_node`, or the other way round.
@@ -101,7 +100,7 @@ class Link(Expression):
 
         Raises:
             ValueError: `text` is not of this form. "mbps" is refused: some read it as bits, tc as bytes.
-            TypeError: It is no text.
+            TypeError: `text` is not a string.
 
         >>> Link.parse("1gbit")
         Link(bandwidth=125000000.0)
@@ -124,7 +123,7 @@ class Link(Expression):
         return cls(bandwidth, float(f"{late[1]}e{_SMALL_EXPONENT[late[2]]}") if late else 0.0)
 
     def seconds(self, kind: Kind | str, wire_bytes: float, world_size: int) -> float:
-        """Return the time of one collective, once those before it are done; 0 for one rank.
+        """Return the time of one collective after earlier ones are done; 0 for one rank.
 
         Args:
             kind: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".

@@ -19,7 +19,7 @@ from fnddp.wire.groups import world_size
 from fnddp.wire.kinds import ALL_REDUCE, waited
 
 _SIZES = tuple(4**power for power in range(6, 14))  # 4 KiB to 64 MiB
-_MIN_SIZES = 3  # two unknowns, and one to disagree
+_MIN_SIZES = 3  # two unknowns, and one for the error
 SIZE_SECONDS = 0.25
 """Seconds to spend on each size, within the bounds below."""
 _MIN_CALLS, _MAX_CALLS = 3, 200
@@ -29,26 +29,25 @@ _SPREAD_FLOOR = 0.01  # the model itself is not better than that
 def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32, seconds: float = SIZE_SECONDS) -> Link:
     """Measure the link between the ranks of a process group: call it on all of them, before training or between steps.
 
-    All_reduces of 4 KiB to 64 MiB are timed back to back (up to where one takes about 0.2 s), half a second to three
-    seconds in all. The slowest rank's median of each size counts, and alpha and B are fitted to these. The
-    wrong number where the network is busy at other times than now.
+    It times all_reduces of 4 KiB to 64 MiB back to back (up to the size that takes about 0.2 s), half a second to three
+    seconds in all. Alpha and B are fitted to the slowest rank's median for each size. The result is wrong if the
+    network is busy at other times than now.
 
     Sizes alone do not separate gamma from 1/B, so gamma is 0, and B is the bandwidth that an all_reduce of `dtype`
-    achieves, headers and sums included. On links slower than the sum, which hides behind them, B is the same for all
-    dtypes; within one machine gloo is slower in float16. A token bucket, which lets the first bytes after a pause pass
-    faster, is empty here: B is what the link sustains.
+    achieves, including headers and sums. On links slower than the sum, transfers hide the sum, and B is the same for
+    all dtypes; within one machine gloo is slower in float16. A token bucket (faster first bytes after a pause) is empty
+    here: B is the sustained bandwidth.
 
     Args:
         group: A process group, its name, a device mesh, or None for the default group.
         dtype: The dtype of the payloads.
-        seconds: Seconds to spend on each size, of which there are at most 8. With less the time to measure is shorter,
-            and the largest payload smaller.
+        seconds: Seconds to spend on each of at most 8 sizes. Less time also means a smaller largest payload.
 
     Returns:
         The same link on every rank: "gloo" for payloads on the CPU, "ring" for payloads on accelerators.
 
     Raises:
-        RuntimeError: There is one rank, which has no link: write one down, such as `Link.parse("1gbit")`.
+        RuntimeError: There is only one rank, so there is no link: pass one such as `Link.parse("1gbit")` instead.
     """
     name = group_name(group)
     n = world_size(name)
@@ -61,7 +60,7 @@ def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32, sec
     _timed(torch.zeros(1, dtype=dtype, device=device), name)  # connects
     for size in _SIZES:
         buffer = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
-        # The first call is slow in new memory, and decides how many there is time for: the slowest rank's, on all.
+        # The first call is slow in new memory. The slowest rank's time decides how many calls there is time for.
         first = max(control.all_gather_object(_timed(buffer, name), name))
         calls = min(max(_MIN_CALLS, round(seconds / first)), _MAX_CALLS)
         times = [_timed(buffer, name) for _ in range(calls)]
@@ -69,7 +68,7 @@ def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32, sec
         spread = statistics.median(abs(each - median) for each in times) / median
         everyone = control.all_gather_object((Sample(size, median, spread), min(times)), name)
         samples.append(max(sample for sample, _ in everyone))
-        # By the fastest: a rank that once waits for the CPU is not a slow link.
+        # By the fastest call: a rank that once waits for the CPU does not have a slow link.
         if len(samples) >= _MIN_SIZES and 4 * max(fastest for _, fastest in everyone) > seconds:
             break
     link = fit_link(samples, n, "ring" if device_of(device).is_asynchronous else "gloo")
@@ -85,11 +84,11 @@ class Sample(NamedTuple):
 
 
 def fit_link(samples: Sequence[Sample], world_size: int, algorithm: str = "gloo") -> Link:
-    """Return the link whose all_reduces take these times: least absolute errors of the logarithm, over the spread.
+    """Fit a link to the times of all_reduces: minimize absolute errors of the logarithm, divided by the spread.
 
-    On a busy machine a small payload waits for the CPU more often than not, and squared errors would follow it. An
-    optimum of absolute errors passes through samples, so only the lines through each two of them, and those through
-    each and the origin, are tried.
+    On a busy machine a small payload often waits for the CPU, and squared errors would follow such outliers. An optimum
+    of absolute errors passes through samples, so it is enough to try the lines through two samples, and the lines
+    through one sample and the origin.
 
     >>> times = {10_000: 0.0002, 100_000: 0.9, 1_000_000: 0.0101, 4_000_000: 0.0401}
     >>> print(fit_link([Sample(*each) for each in times.items()], world_size=2))

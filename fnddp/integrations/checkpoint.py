@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: model, optimizers and the pipeline's state in one call of all ranks."""
+"""torch.distributed.checkpoint: save model, optimizers and the pipeline's state in one call on all ranks."""
 
 import weakref
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -49,24 +49,24 @@ def save(
     more: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write one checkpoint of all ranks: replicated state once, local state of each rank, shards as they are.
+    """Write one checkpoint of all ranks: replicated state once, local state of each rank, and all shards.
 
-    Of buffers, such as BatchNorm's statistics, the first rank's are written: the next forward gives them to all.
+    It writes the first rank's buffers, such as BatchNorm's statistics: the next forward sends these to all ranks.
 
     Args:
         folder: A folder that all ranks see.
-        model: A `fnddp.DistributedDataParallel`, also of `fnddp.own`, torch's, or one that FSDP has sharded.
-        optimizers: Optimizers of its parameters; of a model of `own` all that it has, or none.
+        model: A `fnddp.DistributedDataParallel` (also the result of `fnddp.own`), torch's, or a model sharded by FSDP.
+        optimizers: Optimizers of its parameters; for a model of `own` all of its optimizers, or none.
         sync: The result of `register`, or of `compress`, `compress_shards` or `compress_replicas` of
-            `fnddp.integrations.fsdp`; None where `model` itself has the pipeline.
-        more: More to save, by name: numbers, tensors, objects with a `state_dict`, such as a scheduler. Each name is
-            saved once for all ranks; what differs between them needs names that do, such as `f"random{rank}"`.
-        group: The ranks that save, all of which call it; None for all ranks.
+            `fnddp.integrations.fsdp`; None if `model` itself has the pipeline.
+        more: More values to save, by name: numbers, tensors, objects with a `state_dict`, such as a scheduler. A name
+            is saved once for all ranks; if values differ between ranks, so must names, such as `f"random{rank}"`.
+        group: The ranks that save, all of which must call this; None for all ranks.
 
     Raises:
         TypeError: There is no pipeline in `sync` or `model`; or matrices of an optimizer have owners (`own_matrices`).
-        ValueError: The optimizers are not those of a model of `own`; or workers of an outer step, whose parameters
-            differ, save together, or ranks whose pipeline leaves gradients as they are (`none`).
+        ValueError: The optimizers are not those of a model of `own`; or ranks with different parameters save together:
+            workers of an outer step, or ranks with a pipeline that does not reduce gradients (`none`).
 
     >>> import tempfile, torch, fnddp
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -96,10 +96,10 @@ def async_save(
     group: dist.ProcessGroup | None = None,
     in_process: bool = False,
 ) -> Future[Any]:
-    """Save as `save` does, but return when all is copied to the CPU, and write while training continues.
+    """Save as `save` does, but return after copying all values to the CPU, and write while training continues.
 
-    Its messages have a process group of their own, made in the first call, apart from the collectives of training. They
-    would meet those of another save that is under way, so a call waits until that one is written.
+    Its messages use a process group of their own, made in the first call, so they do not mix with the collectives of
+    training. They would mix with messages of another `async_save`, so a call waits until the last one is written.
 
     Args:
         folder, model, optimizers, sync, more, group: See `save`.
@@ -107,13 +107,13 @@ def async_save(
             guarded by `if __name__ == "__main__"`.
 
     Returns:
-        A future: `result()` waits until all is written, and raises errors.
+        A future: `result()` waits until the checkpoint is written, and raises errors.
     """
     state = _to_save(model, optimizers, sync, more, group)
     kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
     ranks = (live_group(None) if group is None else group) if dist.is_initialized() else None
     if ranks is not None and ranks in _under_way:
-        wait([_under_way[ranks]])  # its error is that of its own `result`
+        wait([_under_way[ranks]])  # its own `result` raises its error
     saver = group if in_process else _saver(group)
     response = dcp.async_save(state, checkpoint_id=folder, process_group=saver, async_checkpointer_type=kind)
     written = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
@@ -132,27 +132,27 @@ def load(
     group: dist.ProcessGroup | None = None,
     reset_sync: bool = False,
 ) -> dict[str, Any]:
-    """Read a checkpoint of `save` or `async_save`, on as many ranks or on others. All ranks must call it.
+    """Read a checkpoint of `save` or `async_save`, on the same or another number of ranks. All ranks must call it.
 
-    As many ranks as saved continue bit for bit. Another number of ranks takes shares of local state
-    (`fnddp.adapters.checkpoint.shares`), so that no residual is lost.
+    With the same number of ranks, training continues bit for bit. Another number of ranks divides local state into
+    shares (`fnddp.adapters.checkpoint.shares`), so that no residual is lost.
 
     Args:
-        folder, model, optimizers, sync, group: See `save`; model, optimizers and state are written to. Give several
-            optimizers in the order in which they were saved.
-        more: The names in `more` of `save`. Objects with a `load_state_dict` are written to.
-        reset_sync: Begin with the pipeline's initial state, and read none: for a checkpoint of another pipeline, or of
-            none.
+        folder, model, optimizers, sync, group: See `save`; the call overwrites the values of model, optimizers and
+            pipeline state. Pass several optimizers in the order in which they were saved.
+        more: The names in `more` of `save`. Objects with a `load_state_dict` are loaded in place.
+        reset_sync: Begin with the pipeline's initial state instead of a saved one: for a checkpoint of another
+            pipeline, or without one.
 
     Returns:
-        `more`, with the values that were saved.
+        `more`, with the saved values.
 
     Raises:
         ValueError: The state is of another pipeline or other parameters, or of another number of shards.
         TypeError: There is no pipeline in `sync` or `model`.
-        CheckpointException: On all ranks: a file is missing or damaged, or has not all that is asked for. If ranks have
-            read a part of it, which some may have and others not, `fnddp.DistributedDataParallel` and `register` refuse
-            steps until a load succeeds. Nothing else does: with FSDP or an outer step, restart.
+        CheckpointException: On all ranks: a file is missing or damaged, or lacks a requested value. If some ranks have
+            read a part of it, `fnddp.DistributedDataParallel` and `register` refuse steps until a load succeeds. FSDP
+            and outer steps do not refuse: restart.
     """
     model, stepping = _given(model, optimizers)
     keeper, checkpoint = _keeper(model, sync), _checkpoint(model, sync, group)
@@ -168,7 +168,7 @@ def load(
         checkpoint.require_fitting(about[_SYNC])
         checkpoint.adopt_pipeline(about[_SYNC])
     before = {each: dict(each.state) for each in stepping if _has_some_state(model, each)}
-    _clear([*before])  # torch fills the state of all parameters, or of none
+    _clear([*before])  # torch fills the state of all parameters or not at all
     fresh, stepped = _without_state(stepping), {_STEPPED: [True for _ in stepping]}
     reading = _Reading()
     try:
@@ -178,10 +178,10 @@ def load(
         dcp.load(state, checkpoint_id=folder, process_group=group, planner=reading)
         if_known = DefaultLoadPlanner(allow_partial_load=True)
         dcp.load(stepped, checkpoint_id=folder, process_group=group, planner=if_known)
-        if not isinstance(model, OwnerDataParallel):  # which has been loaded in place
+        if not isinstance(model, OwnerDataParallel):  # that was loaded in place
             moments = state.get(_OPTIMIZER, {})
             with without_step_hooks(stepping):
-                options = StateDictOptions(strict=False)  # DCP has found all that is asked for; some have no state
+                options = StateDictOptions(strict=False)  # DCP found all requests; some parameters have no state
                 weights = state[_MODEL]
                 set_state_dict(model, stepping, model_state_dict=weights, optim_state_dict=moments, options=options)
     except BaseException as error:
@@ -202,7 +202,7 @@ def load(
 
 
 class _Reading(DefaultLoadPlanner):
-    """Notes when ranks begin to write over what they have; what does not fit is found before, on all of them."""
+    """A planner that records when ranks begin to overwrite their values; they all find mismatches before that."""
 
     has_begun = False
 
@@ -223,7 +223,7 @@ def _state(
         with _filling(optimizers):
             weights, moments = get_state_dict(model, optimizers)
     state = {_MODEL: weights, _OPTIMIZER: moments, _SYNC: checkpoint}
-    # Each at the top, where alone DCP calls an object's `state_dict` and `load_state_dict`.
+    # Each at the top level: only there does DCP call an object's `state_dict` and `load_state_dict`.
     each = {_MORE + name: value for name, value in (more or {}).items()}
     return {**{name: part for name, part in state.items() if part}, **each}
 
@@ -235,10 +235,10 @@ def _to_save(
     more: Mapping[str, Any] | None,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
-    """Return what is written: the first rank's buffers, and which optimizers have taken a step on any rank.
+    """Return the dict to write, with the first rank's buffers, and with the optimizers that took a step on any rank.
 
-    Between two forwards each rank has buffers of its own (BatchNorm), of which DCP would write some of one rank, some
-    of another. Raises as `save`.
+    Between two forwards, buffers differ between ranks (BatchNorm), and DCP would mix buffers of several ranks. Raises
+    as `save`.
     """
     model, optimizers = _given(model, optimizers)
     _require_equal_parameters(model, sync, group)
@@ -265,13 +265,13 @@ def _to_save(
     written = {name for before, _ in everyone[: dist.get_rank(group)] for name in before}
     weights = {name: value for name, value in state[_MODEL].items() if name not in written}
     has_stepped = [any(has) for has in zip(*(has for _, has in everyone), strict=True)]
-    if isinstance(of_owners := state.get(_OPTIMIZER), OptimizerCheckpoint):  # this rank may own what no step has used
+    if isinstance(of_owners := state.get(_OPTIMIZER), OptimizerCheckpoint):  # this rank may own only unused parameters
         of_owners.stepped = [each for each, has in zip(optimizers, has_stepped, strict=True) if has]
     return state | {_MODEL: weights, _STEPPED: has_stepped}
 
 
 def _given(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
-    """Return the model that `torch.compile` may have been called with, and the optimizers."""
+    """Return the model, without the wrapper of `torch.compile`, and a list of the optimizers."""
     stepping = several(optimizers)
     for each in stepping:
         name = type(each).__name__
@@ -291,7 +291,7 @@ def _given(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> tup
 
 @contextmanager
 def _filling(optimizers: Sequence[Optimizer]) -> Generator[None]:
-    """Let torch fill the state of optimizers without one, by a step: not where a parameter has a gradient already."""
+    """Let torch initialize empty optimizer state with a step, unless a parameter already has a gradient."""
     groups = [group for each in _without_state(optimizers) for group in each.param_groups]
     parameters = [p for group in groups for p in group["params"]]
     grads, rates = [p.grad for p in parameters], [group["lr"] for group in groups if "lr" in group]
@@ -304,11 +304,11 @@ def _filling(optimizers: Sequence[Optimizer]) -> Generator[None]:
         for p, grad in zip(parameters, grads, strict=True):
             p.grad = grad
         for group, rate in zip((group for group in groups if "lr" in group), rates, strict=True):
-            group["lr"] = rate  # which torch leaves at 0 if that step raises
+            group["lr"] = rate  # torch leaves it at 0 if that step raises
 
 
 def _has_some_state(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Return whether some parameters of an optimizer have a state here, and others, unused until now, have none."""
+    """Return whether some of an optimizer's parameters have state here while others, so far unused, have none."""
     mine = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if isinstance(model, OwnerDataParallel):
         mine = model.owned_by(optimizer)
@@ -316,7 +316,7 @@ def _has_some_state(model: nn.Module, optimizer: Optimizer) -> bool:
 
 
 def _leave_out_unsaved(state: Mapping[str, Any], saved: Collection[str]) -> None:
-    """Ask for no state of parameters which had none when others had."""
+    """Drop the state of parameters without saved state, if others have saved state, so that it is not requested."""
     moments = state.get(_OPTIMIZER)
     if moments is None:
         return
@@ -326,7 +326,7 @@ def _leave_out_unsaved(state: Mapping[str, Any], saved: Collection[str]) -> None
     begin, names, with_state = f"{_OPTIMIZER}.{STATE}", {*of_leaf}, set[str]()
     for key in (key.removeprefix(begin).split(".") for key in saved if key.startswith(begin)):
         found = names.intersection(accumulate(key, "{}.{}".format))  # its state may be nested
-        if not found:  # of another model: DCP names what is missing
+        if not found:  # of another model: DCP names the missing keys
             return
         with_state |= found
     left_out = [name for name in of_leaf if name not in with_state] if with_state else []
@@ -338,12 +338,12 @@ def _leave_out_unsaved(state: Mapping[str, Any], saved: Collection[str]) -> None
 
 
 def _without_state(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return those to which torch, to save or to load, gives a state by a step of length zero."""
+    """Return the optimizers without state: torch gives them one by a zero-length step when it saves or loads."""
     return [each for each in optimizers if not each.state]
 
 
 def _clear(optimizers: Sequence[Optimizer]) -> None:
-    """Take that state away: its step would count in training, so that Adam's first were its second."""
+    """Remove that state: its step would count, and Adam's first step in training would be its second."""
     for each in optimizers:
         each.state.clear()
 
@@ -364,7 +364,7 @@ def _checkpoint(model: nn.Module, sync: HasCheckpoint | None, group: dist.Proces
 
 
 def _require_equal_parameters(model: nn.Module, sync: HasCheckpoint | None, group: dist.ProcessGroup | None) -> None:
-    """Raise a ValueError if ranks save together whose parameters differ, since the pipeline leaves gradients alone."""
+    """Raise a ValueError if ranks that save together differ in parameters, because `sync` leaves gradients alone."""
     keeper = _keeper(model, sync)
     if not isinstance(keeper, HasPipeline) or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
@@ -381,7 +381,7 @@ def _require_equal_parameters(model: nn.Module, sync: HasCheckpoint | None, grou
 
 
 def _is_unreduced(sync: Sync, path: str) -> bool:
-    """Return whether `sync` leaves the gradient `path` as it is on each rank, in some step."""
+    """Return whether `sync` leaves the gradient `path` unreduced in some step."""
     if isinstance(sync, partition):
         rule = sync.rule_of(path)
         return rule is not None and _is_unreduced(rule, path)

@@ -38,16 +38,16 @@ _TRAINER_METHODS = (
 
 
 class Pipelines:
-    """Pipelines of an accelerator, in the place of its `DistributedDataParallelKwargs`: see `prepare`."""
+    """Pipelines of an accelerator; they replace its `DistributedDataParallelKwargs`: see `prepare`."""
 
     def __init__(self, sync: Sync | Auto, wrapping: DistributedDataParallelKwargs | None, *, reset_sync: bool) -> None:
         self.sync: Sync | Auto = sync
         self._wrapping, self._resets = wrapping, reset_sync
-        self._looks_for_files = self._looks_for_parameters = True  # until it has warned, or found that it need not
+        self._looks_for_files = self._looks_for_parameters = True  # until it has warned, or found no need to
         self._handles: weakref.WeakKeyDictionary[DistributedDataParallel, Handle] = weakref.WeakKeyDictionary()
 
     def handle(self, model: nn.Module) -> Handle:
-        """Return the pipeline, with its state, of a model of `accelerator.prepare`; raise a ValueError without one."""
+        """Return the pipeline and its state for a model from `accelerator.prepare`; raise a ValueError without one."""
         found = self._find(model)
         if found is None:
             raise ValueError(
@@ -65,7 +65,7 @@ class Pipelines:
     def save(self, models: Sequence[nn.Module], _: Any, folder: str) -> None:
         """Write a file for each rank and each model, in `accelerator.save_state`.
 
-        All ranks call it, or one alone if the pipeline has no state of each rank: else rank 0 warns, once.
+        All ranks must call it if the pipeline has local state; else one rank may. Otherwise rank 0 warns, once.
         """
         for name, handle in self._named(models):
             checkpoint = handle.sync_checkpoint()
@@ -81,7 +81,7 @@ class Pipelines:
                     )
 
     def load(self, models: Sequence[nn.Module], folder: str) -> None:
-        """Read the files of `save`, in `accelerator.load_state`; another number of ranks takes shares."""
+        """Read the files of `save`, in `accelerator.load_state`; another number of ranks divides local state."""
         for name, handle in self._named(models):
             if self._resets:
                 handle.reset_sync()
@@ -95,7 +95,7 @@ class Pipelines:
             )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Run `accelerator.reduce`; warn, once, of parameters, which `accelerate.LocalSGD` gives."""
+        """Run `accelerator.reduce`; warn once if `tensor` is a parameter, as from `accelerate.LocalSGD`."""
         if self._looks_for_parameters and isinstance(tensor, Tensor):
             parameters = [p for model in self._handles for p in model.parameters()]
             if any(p.numel() and p.data_ptr() == tensor.data_ptr() for p in parameters):
@@ -115,8 +115,8 @@ class Pipelines:
                 yield f"{_NAME}-{index}" if index else _NAME, found
 
     def _find(self, model: nn.Module) -> Handle | None:
-        """Return the handle of a model that Accelerate returned, or of the module in it, compiled or not."""
-        mine = {*model.parameters()}  # whose modules `compile_regions` of Accelerate has copied
+        """Return the handle of a model that Accelerate returned, or of its inner module, compiled or not."""
+        mine = {*model.parameters()}  # Accelerate's `compile_regions` copied their modules
         found = [handle for wrapped, handle in self._handles.items() if mine.issuperset(wrapped.parameters())]
         return found[-1] if found else None
 
@@ -128,9 +128,9 @@ def _file(folder: str, name: str, rank: int) -> Path:
 def _load(handle: Handle, folder: str, name: str) -> bool:
     """Set the state of `handle` from the files of `save`; return False if there is none. All ranks call this.
 
-    As many ranks as saved each read only their own file; others also read those of which they take shares.
+    If the number of ranks is unchanged, each rank reads only its own file; otherwise also the files it takes shares of.
     """
-    handle.sync_checkpoint()  # ends a step that has broken off on this rank, in which the others wait
+    handle.sync_checkpoint()  # ends a step that failed on this rank while others wait in it
     group, saved = handle.group, dict[str, Any]()
 
     def read() -> dict[str, str]:
@@ -159,7 +159,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _comes(path: Path) -> bool:
-    """Return whether another rank writes `path` about now, as ranks do that save together."""
+    """Return whether another rank writes `path` at about this time, as ranks that save together do."""
     end = time.monotonic() + _SAVES_WITHIN
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.02)
@@ -169,20 +169,20 @@ def _comes(path: Path) -> bool:
 def prepare(accelerator: Accelerator, sync: str | Sync, *, reset_sync: bool = False) -> Pipelines:
     """Synchronize the gradients of all models of `accelerator` with `sync`. Call this before `accelerator.prepare`.
 
-    The pipeline is registered in torch's class, in which Accelerate wraps models. `save_state` writes the pipeline's
-    state, a file for each rank, and `load_state` reads it, so resuming is exact to the bit. Where the pipeline has a
-    state of each rank, such as a residual, all ranks must call `save_state`. The wrong choice where Accelerate wraps
-    models otherwise, as with FSDP, and for `accelerate.LocalSGD`, which sends no gradients: it logs a warning. With one
-    process Accelerate wraps nothing, and no pipeline runs.
+    Accelerate wraps models in torch's class, and the pipeline is registered there. `save_state` writes the pipeline's
+    state, a file for each rank, and `load_state` reads it, so a resumed run is bitwise equal. If the pipeline has local
+    state, such as a residual, all ranks must call `save_state`. The wrong choice where Accelerate wraps models in
+    another class, as with FSDP, and for `accelerate.LocalSGD`, because it sends no gradients: a warning is logged. With
+    one process Accelerate does not wrap models, and no pipeline runs.
 
     Args:
-        accelerator: One that has prepared no model yet.
-        sync: The pipeline, or its text. "auto" measures which to take for each model: see `fnddp.register`.
-        reset_sync: Let `load_state` begin with the pipeline's initial state, and read none: to resume with another
-            pipeline, or from a checkpoint that lacks files.
+        accelerator: An accelerator that has not prepared a model yet.
+        sync: The pipeline, or its text. "auto" measures pipelines and chooses one for each model: see `fnddp.register`.
+        reset_sync: Let `load_state` begin with the pipeline's initial state instead of a saved one: to resume with
+            another pipeline, or from a checkpoint that lacks files.
 
     Returns:
-        An object whose `.handle(model)` has the pipeline and the state of each model.
+        An object with a method `handle(model)` that returns the pipeline and the state of each model.
 
     Raises:
         TypeError: Accelerate wraps models in something else, or has a communication hook for them.
@@ -225,10 +225,10 @@ def prepare(accelerator: Accelerator, sync: str | Sync, *, reset_sync: bool = Fa
 class FnddpTrainerMixin:
     """A mixin for a Trainer of transformers: `class OurTrainer(FnddpTrainerMixin, Trainer)`.
 
-    `OurTrainer(model, args, ..., sync=...)` trains with the gradients of the pipeline, or of its text. Checkpoints have
-    the pipeline's state, a file for each rank, and `train(resume_from_checkpoint=...)` continues to the bit; with
-    `reset_sync=True` it begins with the pipeline's initial state, as `prepare` says. The wrong choice for several GPUs
-    in one process, a TypeError, and for what `prepare` refuses.
+    `OurTrainer(model, args, ..., sync=...)` synchronizes gradients with the pipeline `sync`, or its text. Checkpoints
+    have the pipeline's state, a file for each rank, and `train(resume_from_checkpoint=...)` continues bit for bit; with
+    `reset_sync=True` it begins with the pipeline's initial state, see `prepare`. The wrong choice for several GPUs in
+    one process (a TypeError), and where `prepare` raises.
 
     Attributes:
         pipelines: The result of `prepare`.
@@ -256,7 +256,7 @@ class FnddpTrainerMixin:
 
     @property
     def sync_state(self) -> State:
-        """State of the pipeline; a ValueError before training, or with one process alone."""
+        """State of the pipeline; raises a ValueError before training, and with only one process."""
         return self.pipelines.handle(self.model_wrapped).sync_state
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -27,19 +27,19 @@ class FnddpStrategy(DDPStrategy):
     """Lightning's "ddp" with gradients synchronized by a pipeline: `Trainer(strategy=FnddpStrategy(sync=...))`.
 
     A checkpoint holds the pipeline states of all ranks under "fnddp". `fit(ckpt_path=...)` resumes bit for bit; another
-    number of ranks divides the residuals as `fnddp.adapters.checkpoint.shares` returns. Lightning's own strategies can
-    read it. To write it, the first rank gathers the residuals of all ranks: the wrong choice where they do not fit
-    into its memory. With `start_method="spawn"` or "fork", only a checkpoint keeps the state after `fit`.
+    number of ranks divides the residuals with `fnddp.adapters.checkpoint.shares`. Lightning's own strategies can read
+    it. To write it, the first rank gathers the residuals of all ranks: the wrong choice where they do not fit into its
+    memory. With `start_method="spawn"` or "fork", only a checkpoint keeps the state after `fit`.
 
     Args:
-        sync: The pipeline, or its text. "auto" measures which to take when `fit` begins, and keeps it: see
+        sync: The pipeline, or its text. "auto" measures pipelines when `fit` begins, and keeps the chosen one: see
             `fnddp.DistributedDataParallel`.
-        reset_sync: Let `fit(ckpt_path=...)` begin with the pipeline's initial state, and read none: to resume with
-            another pipeline.
+        reset_sync: Let `fit(ckpt_path=...)` begin with the pipeline's initial state instead of a saved one: to resume
+            with another pipeline.
         **kwargs: Arguments of Lightning's `DDPStrategy`, including those for `fnddp.DistributedDataParallel`.
 
     Raises:
-        TypeError: A communication hook or model averaging is given, which the pipeline replaces.
+        TypeError: A communication hook or model averaging is given; the pipeline replaces both.
 
     Source: `lightning/pytorch/strategies/ddp.py` of Lightning 2.6.
 
@@ -65,7 +65,7 @@ class FnddpStrategy(DDPStrategy):
 
     @property
     def learnt_order(self) -> list[str]:
-        """The order of gradients that the module has learnt, also after `fit`."""
+        """The order in which backward produces gradients, as measured by the module; also after `fit`."""
         if isinstance(self.model, DistributedDataParallel):
             return self.model.learnt_order
         return [] if self._kept is None else self._kept[2]
@@ -81,12 +81,12 @@ class FnddpStrategy(DDPStrategy):
         return wrapped
 
     def _register_ddp_hooks(self) -> None:
-        """Register nothing: the wrapped module has its pipeline."""
+        """Register no hook: the wrapped module has its pipeline."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write `checkpoint` on the first rank, with the pipeline's state unless it holds only weights."""
         if "optimizer_states" in checkpoint and self.sync_state is not None:
-            owner: Any = self  # which is read alone
+            owner: Any = self  # read-only
             checkpoint = {**checkpoint, KEY: _gathered(Checkpoint(owner, None, order=owner))}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -111,7 +111,7 @@ class FnddpStrategy(DDPStrategy):
 class FnddpFabricStrategy(FabricDDPStrategy):
     """`FnddpStrategy` for `lightning.Fabric(strategy=...)`; `fabric.save` and `fabric.load` include the state.
 
-    With `reset_sync=True` `fabric.load` reads no state, and sets the initial one.
+    With `reset_sync=True`, `fabric.load` does not read a state, but sets the initial one.
 
     Source: `lightning/fabric/strategies/ddp.py` of Lightning 2.6.
 

@@ -1,6 +1,6 @@
 """torchft: any pipeline between replicas that may die and come back. Needs `pip install 'fnddp[torchft]'`.
 
-A step's ranks are the quorum of a torchft manager, and a lost rank ends no process.
+The ranks of a step are the quorum of a torchft manager. Losing a rank does not end the other processes.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,29 +41,29 @@ _KEY = "fnddp.sync_state"
 
 
 class QuorumError(RuntimeError):
-    """There is no quorum: the lighthouse does not answer, or too few replicas have joined in time."""
+    """There is no quorum: the lighthouse does not answer, or too few replicas joined in time."""
 
 
 class ManagerWire(Elastic):
     """Wire between the replicas of a torchft manager, for any pipeline.
 
-    Means are over the participants of the quorum. A collective that fails, because a replica has died or is too slow,
-    raises nothing: its error is reported to the manager, its result is zero, later ones of the step are not started,
-    and `manager.should_commit()` is False. `value_and_grad` and `jit`, which end steps by a vote, raise
+    Means are over the participants of the quorum. If a collective fails, because a replica died or is too slow, it does
+    not raise: its error is reported to the manager, its result is zero, later collectives of the step are not started,
+    and `manager.should_commit()` is False. `value_and_grad` and `jit` end steps by a vote; they raise
     `CollectiveError`, and run again in the next quorum. A caller of the pipeline itself must ask `should_commit()`.
-    Errors that these calls raise, of this replica or of another one, are reported to the manager, too.
+    Errors that these calls raise, of this replica or of another one, are also reported to the manager.
 
     The wrong choice for a module: `DistributedDataParallel` of this package also rolls back and heals the pipeline's
-    state. The wrong choice inside a replica: its ranks have torch.distributed.
+    state. The wrong choice inside a replica: its ranks use torch.distributed.
 
     Args:
-        manager: With `use_async_quorum=False`, and the usual world size mode. Each of a replica's ranks has its own.
+        manager: One for each rank of a replica, with `use_async_quorum=False` and the usual world size mode.
 
     Raises:
         ValueError: The manager's quorum is asynchronous, or it has spares. In a collective: a group is named, or the
-            manager's process group cannot carry it.
+            manager's process group does not support the collective.
 
-    Source: `torchft/manager.py`. Deviation: it sums before it divides, and so overflows a 16-bit wire.
+    Source: `torchft/manager.py`. Deviation: torchft sums before it divides, and so overflows a 16-bit wire.
 
     >>> import torch
     >>> from torchft import Manager, ProcessGroupGloo
@@ -106,11 +106,11 @@ class ManagerWire(Elastic):
 
     @property
     def epoch(self) -> int:
-        """Number of the quorum: torchft forms another one when members change, and after a failed step."""
+        """Number of the quorum: torchft forms a new quorum when members change, and after a failed step."""
         return self._manager._quorum_id
 
     def size(self, group: str | None) -> int:
-        """Return the number of replicas in this step; before the first quorum, for plans made ahead, the minimum."""
+        """Return the number of replicas in this step; before the first quorum, for early plans, the minimum."""
         _require_unnamed(group)
         with without_modes():  # torchft's calls are operations to a profiler, and so to a trace
             return self._manager.num_participants() or self._manager._min_replica_size
@@ -136,11 +136,11 @@ class ManagerWire(Elastic):
             self._reported = error
 
     def hang_up(self) -> None:
-        """Abort what other ranks of this epoch wait for: in a ring not all of them are neighbours of the lost one."""
+        """Abort the collectives that other ranks wait for: in a ring, not all are neighbours of the lost rank."""
         self._manager._pg.abort()
 
     def leave(self) -> None:
-        """Leave for good: of a replica that sends heartbeats and does not come, the lighthouse would wait for."""
+        """Leave for good: the lighthouse waits for replicas that still send heartbeats."""
         self.hang_up()
         self._manager.shutdown(wait=False)
 
@@ -149,13 +149,13 @@ class ManagerWire(Elastic):
         return self._lost.get(self.epoch)
 
     def lose(self, error: Exception) -> None:
-        """Note that a collective has failed with `error`."""
+        """Record that a collective has failed with `error`."""
         if self.lost is None:
             self._lost = {self.epoch: error}
         self.report(error)
 
     def require(self, kinds: Iterable[Kind]) -> None:
-        """Raise a ValueError unless the manager's process group carries `kinds`."""
+        """Raise a ValueError unless the manager's process group supports `kinds` of collectives."""
         name: str = self._manager._pg.getBackendName()
         if REDUCE_SCATTER in kinds and name.startswith("torchft") and name.endswith("gloo"):
             raise ValueError(
@@ -179,7 +179,7 @@ class ManagerWire(Elastic):
 
 
 class _Collective:
-    """A collective that raises, or gives zeros, if any collective of its step has failed."""
+    """A collective that raises, or returns zeros, if any collective of its step has failed."""
 
     def __init__(self, wire: ManagerWire, work: Any, receive: Tensor, *, raises: bool) -> None:
         self._wire, self._work, self._receive, self._raises = wire, work, receive, raises
@@ -205,7 +205,7 @@ class _Collective:
 def _start(pg: Any, kind: Kind, send: Tensor, receive: Tensor, op: str | None) -> Any:
     # Methods that torchft's process groups have; torch.distributed's functions call others.
     if kind is ALL_GATHER:
-        # Not allgather_into_tensor_coalesced, which can crash gloo: see fnddp/wire/c10d.py.
+        # Not allgather_into_tensor_coalesced: it can crash gloo, see fnddp/wire/c10d.py.
         return pg.allgather([list(receive.view(-1, send.numel()))], [send], _c10d.AllgatherOptions())
     if kind not in (ALL_REDUCE, REDUCE_SCATTER):
         return pg.alltoall_base(receive, send.view(-1), [], [], _c10d.AllToAllOptions())
@@ -225,33 +225,33 @@ def _require_unnamed(group: str | None) -> None:
 
 
 class DistributedDataParallel(wrapper.DistributedDataParallel):
-    """torchft's class with any pipeline, whose training continues when a replica dies within a step.
+    """torchft's class with any pipeline; training continues when a replica dies within a step.
 
-    Use it as torchft's: `manager.start_quorum()` before a step and `manager.should_commit()` after its backward, as
-    `torchft.Optimizer(manager, optimizer)` does in `zero_grad` and `step`. It follows both calls of the manager.
+    Use it as torchft's: call `manager.start_quorum()` before a step and `manager.should_commit()` after its backward,
+    as `torchft.Optimizer(manager, optimizer)` does in `zero_grad` and `step`. It hooks into both calls of the manager.
 
-    If a replica dies, is slower than the timeouts, or raises in its backward, the step ends for the others: nothing
-    raises there, `should_commit()` is False, and gradients, parameters, optimizer and the pipeline's state are as
-    before. The next step runs on those that are left. A replica that joins gets the pipeline's replicated state from
-    another one, along with the manager's `state_dict` (which must hold the model's parameters and the optimizer); its
-    local part, such as residuals, begins at zero.
+    If a replica dies, is slower than the timeouts, or raises in its backward, the step ends on the others without an
+    error: `should_commit()` is False, and gradients, parameters, optimizer and the pipeline's state are unchanged. The
+    next step runs on the remaining replicas. A replica that joins gets the pipeline's replicated state from another
+    one, along with the manager's `state_dict`, which must hold the model's parameters and the optimizer; local state,
+    such as residuals, begins at zero.
 
-    The wrong choice where nothing dies: each step asks for a quorum, and keeps the old state until it is committed.
+    The wrong choice if replicas never die: each step asks for a quorum, and keeps the old state until it is committed.
 
     Args:
         manager: With `use_async_quorum=False`. Its `state_dict` and `load_state_dict` are for model and optimizer.
-        module: What to wrap. Replicas may begin with different parameters: the manager makes them equal.
-        sync: The pipeline, or its text. It names no process group.
+        module: The module to wrap. Replicas may begin with different parameters: the manager makes them equal.
+        sync: The pipeline, or its text. It must not name a process group.
         **kwargs: Arguments of `fnddp.DistributedDataParallel`, except groups and initial broadcasts: each replica keeps
             its own buffers, as in torchft.
 
     Raises:
         ValueError: The manager does not fit (see `ManagerWire`), or the pipeline: it is "auto", it names a process
-            group, its state is one for a fixed number of ranks, or it needs a collective that the manager's process
-            group lacks.
+            group, its state is for a fixed number of ranks, or it needs a collective that the manager's process group
+            lacks.
         TypeError: `kwargs` has an argument that a manager decides; a parameter is a DTensor.
         RankMismatchError: In `start_quorum`, on a replica that joins with another pipeline or other parameters. It
-            leaves, as after any error while it loads the others' state: its manager is shut down, each further
+            leaves, as after any error while it loads the other replicas' state: its manager is shut down, each further
             `start_quorum` raises the error again, and the others discard one step and continue without it.
         QuorumError: In `start_quorum`: there is no quorum.
 
@@ -295,15 +295,15 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         super().__init__(module, init_sync=False, forward_sync_buffers=False, sync=sync, wire=wire, **kwargs)
         self.manager: Any = manager
         self._replicas, self._steps.awaits_commit = wire, True
-        plan = self._engine.prepare()  # now, since the others would wait for it in this replica's first step
+        plan = self._engine.prepare()  # now: otherwise the others would wait for it in this replica's first step
         if plan is not None:
             self._replicas.require([collective.kind for collective in plan.collectives])
-        # Of a step that is not committed: the pipeline's state, and the number of the engine's steps, at its start.
+        # At the start of a step that is not committed yet: the pipeline's state, and the engine's number of steps.
         self._before: tuple[State, int] | None = None
-        self._epoch: int | None = None  # of the quorum whose members have agreed
+        self._epoch: int | None = None  # of the last quorum in which members agreed
         key = f"{_KEY}.{sum(known.startswith(_KEY) for known in self.manager._user_state_dicts)}"
         manager.register_state_dict_fn(key, self._heal, self._shared)
-        # Loaded first, so that it compares parameters before the caller's function fails on others.
+        # Loaded first, so that it compares parameters before the caller's function fails on different ones.
         loads = self.manager._load_state_dict_fns
         loads |= {other: loads.pop(other) for other in [*loads] if not other.startswith(_KEY)}
         self._refused: Exception | None = None
@@ -337,20 +337,20 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         self._before = self.sync_state, self._engine.lane.begun
 
     def _give_way(self, error: Exception) -> None:
-        """Leave for good: this replica has not the others' state, but would count as one that has."""
+        """Leave for good: this replica lacks the others' state, but would count as up to date."""
         self._refused = error
         self._replicas.leave()
 
     def _leave_out(self, begun: int) -> None:
-        """End a step without `should_commit`, in the quorum in which the others wait for it."""
+        """End a step that the script left without `should_commit`, in the quorum where the others wait for it."""
         error = RuntimeError("this replica has not finished its backward, or left it out")
         if sum(key.startswith(_KEY) for key in self.manager._user_state_dicts) > 1:
-            self._replicas.lose(error)  # in a step of which of its models the others wait is not known
+            self._replicas.lose(error)  # the others may wait in a step of any of its models
             self._replicas.hang_up()
         elif self._engine.lane.begun == begun:
             self._steps.backward.fail_next(error)
         self._steps.backward.fail(error)
-        self.manager.should_commit()  # False, which makes another quorum, and notifies this replica's other ranks
+        self.manager.should_commit()  # False: this forms a new quorum, and notifies this replica's other ranks
 
     def _should_commit(self, ask: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
         if self._engine.is_open:
@@ -367,9 +367,9 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         return is_committed
 
     def _agree(self) -> None:
-        """Compare pipelines, leaves and state among the members of a new quorum; raise where they are not the others'.
+        """Compare pipelines, leaves and state among the members of a new quorum; raise on members that differ.
 
-        The others' are those of the first member that has agreed in a quorum before, or else of the first one.
+        The reference is the first member that agreed in an earlier quorum, or else the first member.
         """
         mine = description(self.sync, self._trained.gradients(), self.sync_state)
         try:
@@ -385,10 +385,10 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         _, taken = min(everyone, key=lambda each: each[0])  # the first of several
         if mine != taken:
             raise error
-        self._replicas.lose(error)  # the next quorum is without those that differ
+        self._replicas.lose(error)  # the next quorum excludes replicas that differ
 
     def _shared(self) -> dict[str, Any]:
-        """Return the part of the state that a replica that joins gets from this one."""
+        """Return the part of the state that this replica sends to a replica that joins."""
         return {
             "description": description(self.sync, self._trained.gradients(), None),
             "state": {part.key: part.value for part in states.parts(self.sync_state) if part.kind == REPLICATED},
@@ -407,32 +407,32 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
 def attach(
     manager: "Manager", model: nn.Module, optimizer: torch.optim.Optimizer | None, outer: Outer | str
 ) -> Attached:
-    """Run `outer` between torchft's replicas, each of which trains alone between exchanges, and may be late or lost.
+    """Run `outer` between torchft's replicas. Each trains alone between exchanges, and may be late or lost.
 
-    An exchange is between the replicas of a quorum. The lighthouse waits for `join_timeout_ms` for those that are late,
-    and then goes on with those that have come, if they are more than half of those that live. A late one joins the next
-    exchange: its parameters move as far as the anchor has moved in the meantime, so that its difference counts there,
-    by all the tokens that `Attached.count` has counted since its last exchange if the pipeline is `weighted`. A new
-    replica begins at the anchor of the others, with no tokens; the state of its optimizer is its own. If a replica is
-    lost in an exchange, that is discarded, and the next step of the others exchanges. After an exchange, anchors of all
-    that have committed it are equal to the bit.
+    An exchange is between the replicas of a quorum. The lighthouse waits `join_timeout_ms` for late replicas, and then
+    continues without them, if more than half of the live replicas have joined. A late replica joins the next exchange:
+    its parameters move as far as the anchor has moved in the meantime. So its difference to the anchor counts there; if
+    the pipeline is `weighted`, with all tokens that `Attached.count` counted since its last exchange. A new replica
+    begins at the anchor of the others, without tokens, and keeps the state of its optimizer. If a replica is lost in an
+    exchange, the exchange is discarded, and the others repeat it in their next step. After an exchange, the anchors of
+    all replicas that committed it are bitwise equal.
 
-    The wrong choice with a delay, if several fragments are under way at a time: a manager has one quorum.
+    The wrong choice with a delay if several fragments are open at a time, because a manager has one quorum.
 
     Args:
-        manager: As for `ManagerWire`. It needs no `state_dict`. With `init_sync=False` replicas begin as they are,
-            which must be with equal parameters; otherwise those that differ from the first one's begin at its anchor.
+        manager: As for `ManagerWire`. It needs no `state_dict`. With `init_sync=False` replicas must begin with equal
+            parameters; otherwise replicas with other parameters than the first one begin at its anchor.
         model: A plain module, or one that FSDP2 has sharded over the ranks of this replica.
         optimizer: See `fnddp.outer.attach`.
         outer: The outer step, or its text.
 
     Raises:
-        ValueError, TypeError: See `ManagerWire` and `fnddp.outer.attach`; the manager has an outer step already.
+        ValueError, TypeError: See `ManagerWire` and `fnddp.outer.attach`; or the manager has an outer step already.
         RankMismatchError: In an exchange, on a replica that joins with another outer step or other parameters. It
-            leaves for good, as after any error while it loads the others' state.
+            leaves for good, as after any error while it loads the other replicas' state.
         QuorumError: In an exchange: there is no quorum.
 
-    Source: Douillard et al., "Decoupled DiLoCo", arXiv 2604.21428: it merges those that have arrived after a grace
+    Source: Douillard et al., "Decoupled DiLoCo", arXiv 2604.21428: it merges the replicas that arrive within a grace
     period, weighted by their tokens. Deviation: a late replica waits for the others' next exchange.
     """
     step = parse_outer(outer) if isinstance(outer, str) else outer
@@ -487,21 +487,21 @@ def attach(
 
 
 def _begins_equally(step: Outer, state: State, theirs: dict[str, Any]) -> bool:
-    """Return whether this replica has trained from the anchor of another one, whose replicated state is `theirs`."""
+    """Return whether this replica trained from another one's anchor, found in that one's replicated state `theirs`."""
     mine = step.anchors(state)
     others = step.anchors(states.load_state_dict(state, {**states.state_dict(state), **theirs}))
     return all(torch.equal(leaf, others[path]) for path, leaf in mine.items())
 
 
 def _require_quorum(manager: Any, error: Exception) -> None:
-    """Raise a QuorumError if `error`, of `start_quorum`, is that there is none."""
+    """Raise a QuorumError if `error`, from `start_quorum`, means that there is no quorum."""
     asked = manager._quorum_future
     if asked is not None and asked.exception() is error:
         raise QuorumError(f"replica {manager._replica_id!r} is in no quorum: {error}") from error
 
 
 def _require_elastic(sync: Sync, grads: Leaves) -> None:
-    """Raise a ValueError unless `sync` runs over a number of replicas that changes."""
+    """Raise a ValueError unless `sync` can run over a changing number of replicas."""
     for group in groups_of(sync):
         _require_unnamed(group)
     if any(isinstance(each, ef21) for each in all_in(sync)):

@@ -1,1 +1,1 @@
-"""Codecs as single operations, which Triton's kernels run in one pass over memory where there is Triton."""
+"""Codecs as single operations; if Triton is installed, its kernels run them in one pass over memory."""

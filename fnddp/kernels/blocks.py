@@ -32,7 +32,7 @@ def encode_kernel(x, scale, q, n, blocks, BLOCK: tl.constexpr, BITS: tl.constexp
     block = tl.program_id(0).to(tl.int64) * MANY + tl.arange(0, MANY)
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     value = tl.load(x + row * n + at, mask=at < n, other=0.0).to(tl.float32)
-    is_nan = tl.max((value != value).to(tl.int32), 1) > 0  # which a maximum may leave out
+    is_nan = tl.max((value != value).to(tl.int32), 1) > 0  # a maximum may ignore NaN
     largest = tl.where(is_nan, float("nan"), tl.max(tl.abs(value), 1))
     step = tl.div_rn(largest, tl.full([MANY], 2 ** (BITS - 1) - 1, tl.float32))
     factor = tl.where(step < TINY, 0.0, tl.div_rn(tl.full([MANY], 1.0, tl.float32), step))

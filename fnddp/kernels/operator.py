@@ -1,4 +1,4 @@
-"""Operators of codecs: PyTorch's operations everywhere, and a kernel in their place on a GPU, with the same bits."""
+"""Operators of codecs: PyTorch's operations everywhere, or on a GPU a kernel that returns the same bits."""
 
 import logging
 from collections.abc import Callable
@@ -17,22 +17,22 @@ KEYS = ("CUDA", "XPU")  # ROCm's devices have the key CUDA
 
 
 def takes_operators(x: Tensor) -> bool:
-    """Return whether codecs are single operators for tensors like `x`: on accelerators, where each launch costs.
+    """Return whether codecs are single operators for tensors like `x`: on accelerators, because each launch costs time.
 
-    Not for compilers, which make a kernel of several operations themselves.
+    Not under compilers: they fuse several operations into a kernel themselves.
     """
     return not is_compiled() and device_of(x.device).is_asynchronous
 
 
 class KernelOr:
-    """A kernel, or on devices where there is none, or where it gives other numbers, PyTorch's operations.
+    """A kernel; or PyTorch's operations, on devices without the kernel or where its results differ.
 
     Args:
-        name: The operator's.
-        run: Computes it with PyTorch's operations.
+        name: The operator's name.
+        run: A function that computes it with PyTorch's operations.
         kernel: Name of the function in `fnddp.kernels.blocks` that computes it with Triton. It returns None for
-            arguments that it does not take.
-        sample: Returns arguments on a device, for which the kernel is compared there: it may have run on no such yet.
+            arguments that it does not support.
+        sample: A function that returns arguments on a device; both results are compared there before the first use.
     """
 
     def __init__(self, name: str, run: Callable[..., Any], kernel: str, sample: Sample) -> None:
@@ -48,7 +48,7 @@ class KernelOr:
         return self._run(*arguments) if made is None else made
 
     def _from_kernel(self, *arguments: Any) -> Any:
-        from fnddp.kernels import blocks  # which needs Triton
+        from fnddp.kernels import blocks  # needs Triton
 
         return getattr(blocks, self._kernel)(*arguments)
 
@@ -68,7 +68,7 @@ class KernelOr:
 
 
 def operator(name: str, schema: str, run: Callable[..., Any], *, kernel: str, sample: Sample) -> Any:
-    """Define an operator of a codec, whose first dimensions are rows, and return it. See `KernelOr`."""
+    """Define and return an operator of a codec; the first dimensions of its tensors are rows. See `KernelOr`."""
 
     def batch(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, in_dims, strict=True)]
@@ -87,7 +87,7 @@ def operator(name: str, schema: str, run: Callable[..., Any], *, kernel: str, sa
 
 
 def is_same(made: Tensor, expected: Tensor) -> bool:
-    """Return whether numbers are equal; NaN are, too."""
+    """Return whether numbers are equal, with NaN equal to NaN."""
     a, b = (x.masked_fill(x != x, 0) for x in (made, expected))
     return torch.equal(made != made, expected != expected) and torch.equal(a, b)
 

@@ -1,4 +1,4 @@
-"""Outer steps in a training script: each runs after `optimizer.step()`; exchanges overlap with training."""
+"""Outer steps in a training script: each runs after `optimizer.step()`, and exchanges overlap with training."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -45,27 +45,27 @@ def attach(
 ) -> "Attached":
     """Run `outer` after each step of `optimizer`, on the parameters of `model`. All ranks of `group` call this.
 
-    If an exchange fails, `optimizer.step()` raises on all ranks, `StepFailedError` where another rank has failed:
-    parameters and state are then those after the local step, and the next step exchanges again.
+    If an exchange fails, `optimizer.step()` raises on all ranks (`StepFailedError` on ranks that did not fail
+    themselves). Parameters and state are then those after the local step, and the next step exchanges again.
 
-    All ranks must take the same number of steps. Where a step is sometimes left out, as by a `GradScaler`, pass no
-    optimizer, and call `Attached.step` each time. Call `Attached.detach` on all ranks before you drop it: an exchange
-    that is abandoned under way has sent more on some ranks than on others, and what comes next may meet the rest.
+    All ranks must take the same number of steps. If steps are sometimes skipped, as by a `GradScaler`, pass no
+    optimizer, and call `Attached.step` each time. Call `Attached.detach` on all ranks before you drop it: in an
+    abandoned exchange, ranks have sent different numbers of messages, and later collectives may receive the rest.
 
     Args:
-        model: Its parameters that require gradients are exchanged. It must not average gradients over the same ranks.
+        model: Parameters that require gradients are exchanged. It must not average gradients over the same ranks.
         optimizer: The outer step runs after its steps; None if the caller runs `Attached.step`.
         outer: The outer step.
-        wire: Moves bytes; torch.distributed by default.
-        group: The ranks that exchange, where the pipelines of `outer` name none; None for the default group. Only its
-            ranks call this, or, where it is a dimension of a mesh, all ranks of that. Where
-            FSDP2 has sharded the model, `mesh["worker"]` of a mesh of workers and shards: the ranks of one shard.
+        wire: The transport of messages; torch.distributed by default.
+        group: The ranks that exchange, if the pipelines of `outer` name no group; None for the default group. Its
+            ranks call this; if it is a dimension of a mesh, all ranks of the mesh. For a model sharded by FSDP2 pass
+            `mesh["worker"]` of a mesh of workers and shards: the ranks with the same shard.
         init_sync: Check that ranks agree, and make parameters and buffers equal to the first rank's.
-        prepare: Called before a step that starts an exchange, and may load parameters and state, such as
-            `start_quorum` of a torchft manager.
-        commit: Called before the result of an exchange is written, or when it has failed, such as `should_commit`. If
-            it returns False, parameters and state stay as they are, only an error of this rank itself is raised, and
-            the next step exchanges again.
+        prepare: A function that is called before a step that starts an exchange, and may load parameters and state,
+            such as `start_quorum` of a torchft manager.
+        commit: A function that is called before the result of an exchange is written, or after it failed, such as
+            `should_commit`. If it returns False, parameters and state are unchanged, only an error of this rank itself
+            is raised, and the next step exchanges again.
 
     Raises:
         ValueError, TypeError: No parameter requires gradients, or `outer` does not fit them; on all ranks: `group` does
@@ -130,13 +130,13 @@ class Attached:
         self._state = self._fresh()
         self._world = Membership(None, "outer.attach: the model was attached", "attach it again")
         self._exchanges = Overlapped(self._wire, self._require_known, self._shards.voters, self._weight)
-        if connects:  # otherwise in the first exchange: other ranks may have connected long ago
+        if connects:  # else in the first exchange: other ranks may have connected long ago
             device = local(next(iter(self._parameters.values()))).device
             self._exchanges.connect([*sorted(self.outer.groups or {None}, key=str), *self._shards.voters], device)
         self._tokens: int | None = None  # that this rank has counted
         self._tokens_at: dict[str, int] = {}  # at the beginning of the open or last exchange, by its name
         self._tokens_sent: dict[str, int] = {}  # with the last exchange that was committed
-        self._tokens_resumed: dict[str, int] = {}  # at the beginning of one that was open in what was loaded
+        self._tokens_resumed: dict[str, int] = {}  # at the beginning of an exchange that was open in the loaded state
         self._handle = self._optimizer and self._optimizer.register_step_post_hook(self._after)
 
     def __reduce__(self) -> NoReturn:
@@ -147,12 +147,12 @@ class Attached:
 
     @property
     def state(self) -> State:
-        """The outer step's state, which later steps do not write over. Set it on all ranks, to continue from it.
+        """The outer step's state; later steps do not overwrite it. Set it on all ranks, to continue from it.
 
         Raises:
-            CollectiveError: On an accelerator: another rank has failed in the last exchange; or, where it is set,
-                another rank has not set its own.
-            RankMismatchError: On all ranks: they set states whose anchors or counters differ.
+            CollectiveError: On an accelerator: another rank failed in the last exchange; or, when setting it, another
+                rank did not set its own.
+            RankMismatchError: On all ranks: they set states with different anchors or counters.
         """
         self._exchanges.require_noticed()
         return self._state
@@ -162,21 +162,21 @@ class Attached:
         self.prepare_state(lambda: state)()
 
     def prepare_state(self, read: Callable[[], State]) -> Callable[[], None]:
-        """Return a function that sets the state which `read` returns: see `HasPipeline.prepare_state`.
+        """Return a function that sets the state that `read` returns: see `HasPipeline.prepare_state`.
 
-        Ranks compare what is equal on all of them, as the anchor and the counter are.
+        Ranks compare the parts that must be equal on all of them, such as the anchor and the counter.
         """
         state = agreed_state(self.outer, self._state, read, self._live_groups, self._wire)
         return lambda: setattr(self, "_state", state)
 
     @property
     def _live_groups(self) -> Collection[str | None]:
-        """The process groups of torch.distributed that exchanges are over, if any."""
+        """The process groups of torch.distributed that exchanges use, if any."""
         return (self.outer.groups or {None}) if isinstance(self._wire, C10d) and dist.is_initialized() else ()
 
     @property
     def under_way(self) -> tuple[str, ...]:
-        """Names of the exchanges that have started and not ended yet."""
+        """Names of the open exchanges: started and not ended yet."""
         return self._exchanges.under_way
 
     @untraced
@@ -198,7 +198,7 @@ class Attached:
             with applying(self._exchanges):
                 self._run(leaves, ahead)
         finally:
-            if self._state is before:  # what was open and has ended is exchanged again, with its tokens
+            if self._state is before:  # exchanges that ended here are repeated, with their tokens
                 self._tokens_resumed = {name: at for name, at in open_at.items() if name not in self.under_way}
                 self._tokens_at = {name: at for name, at in self._tokens_at.items() if name in self.under_way}
 
@@ -209,7 +209,7 @@ class Attached:
                 stepped, state = self.outer.step(leaves, self._state, self._exchanges)
             except Exception as error:
                 if ahead.done and isinstance(self._wire, Elastic):
-                    self._wire.report(error)  # to this worker's other ranks, which may have succeeded
+                    self._wire.report(error)  # to this worker's other ranks, because they may have succeeded
                 if not ahead.done or self._commits() or not isinstance(error, CollectiveError | StepFailedError):
                     raise
                 return
@@ -223,11 +223,11 @@ class Attached:
         self._state = state
 
     def count(self, tokens: int) -> None:
-        """Count tokens, or samples, on which this rank trains: its weight in the next exchange.
+        """Add to the number of tokens, or samples, of this rank: its weight in the next exchange.
 
-        For a pipeline that is `weighted`, such as `outer.diloco(weighted(allreduce), every=30)`, for which each rank
-        calls it before an exchange, maybe with 0. Its weight is what it has counted since its last exchange; of a
-        sharded worker, the sum of its ranks.
+        Required for a `weighted` pipeline, such as `outer.diloco(weighted(allreduce), every=30)`: each rank calls it
+        before an exchange, if need be with 0. The weight of a rank is the number counted since its last exchange; the
+        weight of a sharded worker is the sum over its ranks.
 
         Raises:
             TypeError: No pipeline of the outer step is `weighted`.
@@ -249,10 +249,10 @@ class Attached:
 
     @property
     def unsent(self) -> Mapping[str, Mapping[str, int]] | None:
-        """The tokens of the ranks of a worker since each exchange, at the beginning of open ones and now.
+        """The tokens of a worker's ranks since each exchange, at the beginning of open exchanges and now.
 
-        None if no pipeline is `weighted`. All ranks of the worker ask for it, and set it. The first of them counts on
-        from there.
+        None if no pipeline is `weighted`. All ranks of the worker must read or set it together. After setting it, the
+        first of them continues from these numbers.
         """
         if not self.outer.takes_weight:
             return None
@@ -282,9 +282,9 @@ class Attached:
         self._tokens_at, self._tokens_resumed = {}, dict(open_at)
 
     def join(self, saved: Mapping[str, Any]) -> None:
-        """Load another rank's `replicated_state_dict`, and continue from its anchor with no tokens counted.
+        """Load another rank's `replicated_state_dict`, and continue from its anchor without tokens.
 
-        For a rank that is new. This rank's own part of the state, such as residuals, is reset.
+        Use it on a new rank. This rank's local state, such as residuals, is reset.
         """
         self.load_replicated_state_dict(saved)
         leaves = self._leaves()
@@ -293,11 +293,11 @@ class Attached:
         self._count_from(None if self._tokens is None else 0, {}, {})
 
     def rejoin(self, saved: Mapping[str, Any]) -> None:
-        """Load another rank's `replicated_state_dict`, and keep what this rank has trained since its last exchange.
+        """Load another rank's `replicated_state_dict`, and keep this rank's training since its last exchange.
 
-        For a rank that others have not waited for. Its parameters move as far as the anchor has moved, so that their
-        difference, with the tokens counted for it, is what it sends in its next exchange. Parameters that are exchanged
-        themselves stay as they are, and so does this rank's own part of the state, such as residuals.
+        Use it on a rank that the others did not wait for. Its parameters move as far as the anchor has moved. So the
+        difference to the anchor stays, and the next exchange sends it with the tokens counted for it. Parameters that
+        are exchanged themselves, without an anchor, do not change, nor does local state, such as residuals.
         """
         before, leaves = self.outer.anchors(self._state), self._leaves()
         self._state = load_state_dict(self._state, {**state_dict(self._state), **saved})
@@ -307,7 +307,7 @@ class Attached:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as a flat dict, like `fnddp.state_dict`. Every rank saves its own, at any time.
 
-        It holds the input of each open exchange, which is exchanged again after loading, and the tokens counted.
+        It holds the input of each open exchange, to repeat the exchange after loading, and the counted tokens.
         """
         counted = {_TOKENS: self._tokens, _TOKENS_SENT: dict(self._tokens_sent), _TOKENS_OPEN: self._tokens_open()}
         return {**state_dict(self.state), **(counted if self._tokens is not None else {})}
@@ -320,24 +320,24 @@ class Attached:
         self._count_from(saved.get(_TOKENS), saved.get(_TOKENS_SENT, {}), saved.get(_TOKENS_OPEN, {}))
 
     def replicated_state_dict(self) -> dict[str, Any]:
-        """Return the part of `state_dict` that is equal on all ranks, for a rank that joins."""
+        """Return the part of `state_dict` that is equal on all ranks, for a rank that joins them."""
         return {part.key: part.value for part in parts(self.state) if part.kind == REPLICATED}
 
     def load_replicated_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load another rank's `replicated_state_dict`; this rank's own part, such as residuals, is reset."""
+        """Load another rank's `replicated_state_dict`; reset this rank's local state, such as residuals."""
         fresh = self._fresh()
         self._state = load_state_dict(fresh, {**state_dict(fresh), **saved})
 
     def reset_sync(self) -> None:
-        """Set the state to the initial one, whose anchors are the present parameters, with no tokens counted."""
+        """Set the initial state: anchors at the present parameters, and no tokens."""
         self.state = self._fresh()
         self._count_from(None if self._tokens is None else 0, {}, {})
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> OuterCheckpoint:
         """Return the state for torch.distributed.checkpoint: see `fnddp.integrations.checkpoint.save`.
 
-        Each worker saves a checkpoint of its own, in a folder of its own, with the group of its shards as `group`. Any
-        number of shards loads it, but for what is not like a parameter, such as PowerSGD's queries.
+        Each worker saves its own checkpoint in its own folder, with the group of its shards as `group`. Any number of
+        shards can load it, except for state that is not shaped like a parameter, such as PowerSGD's queries.
         """
         workers = {rank for group in self._live_groups for rank in dist.get_process_group_ranks(live_group(group))}
         workers -= {live_rank(None)}
@@ -365,7 +365,7 @@ class Attached:
         return self.outer.init(self.outer.leaves_of(self._detached(), None))
 
     def _ahead(self) -> Recorded:
-        """Return the exchanges that the next step starts and ends, if there is a `prepare` or `commit` to call."""
+        """Return the exchanges that the next step starts and ends; empty without `prepare` and `commit`."""
         recorded = Recorded(self.under_way)
         if self._prepare is not None or self._commit is not None:
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""An outer step's state of one worker for torch.distributed.checkpoint: shards as shards, for other numbers of them."""
+"""An outer step's state on one worker for torch.distributed.checkpoint: any number of shards can load it."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -31,14 +31,14 @@ class HasOuter(Protocol):
 
 
 class OuterCheckpoint(Checkpoint):
-    """The state of `owner` as a `Stateful`, which the ranks of one worker save and load.
+    """The state of `owner` as a `Stateful`; the ranks of one worker save and load it.
 
-    What is like a parameter (anchors, velocities, residuals) is a DTensor like it, which any number of shards loads.
-    What is not (PowerSGD's queries) belongs to a shard, and is loaded by as many as saved it.
+    State in the shape of a parameter (anchors, velocities, residuals) is a DTensor sharded like it; any number of
+    shards can load it. Other state (PowerSGD's queries) belongs to a shard; only the same number of shards can load it.
 
     Args:
         parameters: The worker's parameters, by name.
-        place: This rank's shard, in words; empty for a rank that has all.
+        place: This rank's shard, in words; empty for a rank with whole parameters.
         others: Ranks of other workers.
     """
 
@@ -51,7 +51,7 @@ class OuterCheckpoint(Checkpoint):
         self._place = f"shard {place}/" if place else ""
         whole = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
         fresh = owner.outer.init(owner.outer.leaves_of(whole, None))
-        # Also by the shape of what whole parameters would have, which is one on all ranks.
+        # Also by the shape that whole parameters would have: it is the same on all ranks.
         self._whole = {part.key: part.value.shape for part in parts(fresh) if isinstance(part.value, Tensor)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -62,11 +62,11 @@ class OuterCheckpoint(Checkpoint):
         return {
             _PARTS: [part.key for part in parts(self._attached.state)],
             _OUTER: repr(self._attached.outer.over(None)),
-            _UNSENT: json.dumps(self._attached.unsent),  # as a whole: a dict would be saved, and loaded, by its keys
+            _UNSENT: json.dumps(self._attached.unsent),  # as one value: DCP would save and load a dict by its keys
         }
 
     def require_alone(self, ranks: Collection[int]) -> None:
-        """Raise a ValueError if one of `ranks`, which save together, is of another worker."""
+        """Raise a ValueError if one of the `ranks` that save together belongs to another worker."""
         if found := sorted(self._others.intersection(ranks)):
             raise ValueError(
                 f"ranks {found} are other workers of {self._attached.outer}, whose parameters differ between "
@@ -91,7 +91,7 @@ class OuterCheckpoint(Checkpoint):
             )
 
     def prepare(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-        """Return a function that sets the state, when all ranks agree on it."""
+        """Return a function that sets the state; to call when all ranks agree on it."""
 
         def read() -> State:
             self.require_fitting(state_dict)
@@ -108,7 +108,7 @@ class OuterCheckpoint(Checkpoint):
         return set_all
 
     def _like(self, part: Any) -> DTensor | None:
-        """Return the parameter of which `part` has a number for each element, if that is sharded."""
+        """Return the sharded parameter that `part` matches element for element; None if there is none."""
         if not isinstance(part.value, Tensor):
             return None
         for name, p in self._parameters.items():

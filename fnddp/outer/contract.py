@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 
 class Exchanges:
-    """Run the exchanges of an outer step, each under a name: in this class as a whole, in `end`."""
+    """Run the named exchanges of an outer step. This class runs each one entirely in `end`."""
 
     def begin(self, name: str, sync: Sync, leaves: Leaves, state: State) -> None:
-        """Announce an exchange of `leaves`, which may start now; a later call of `end` gets the same arguments."""
+        """Announce an exchange of `leaves`: it may start now. Call `end` later with the same arguments."""
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
         """Return the mean of `leaves` over ranks and the pipeline's next state; raise on all ranks or on none."""
@@ -61,8 +61,8 @@ class Outer(Expression, abc.ABC):
     def step(self, params: Leaves, state: State, exchanges: Exchanges) -> tuple[Leaves, State]:
         """Return the parameters after the outer step, by path, and the next state.
 
-        It must compute element by element, so that simulation can pass a row for each rank where the state has one for
-        all. Only Python ints of the state may decide which exchanges begin and end.
+        It must compute element by element, so that a simulation can pass tensors with a row for each rank. Only Python
+        ints of the state may decide which exchanges begin and end.
         """
 
     @property
@@ -72,13 +72,13 @@ class Outer(Expression, abc.ABC):
 
     @property
     def groups(self) -> frozenset[str | None] | None:
-        """Names of the process groups that its pipelines reduce over; None if one of them is not known."""
+        """Names of the process groups that its pipelines reduce over; None if one of them is unknown."""
         inner: list[frozenset[str | None] | None] = [child.groups for child in self._children()]
         return frozenset(name for names in inner for name in names or ()) if None not in inner else None
 
     @property
     def takes_weight(self) -> bool:
-        """True if one of its pipelines is `weighted`, by the tokens that `Attached.count` counts."""
+        """True if one of its pipelines is `weighted`; weights are the tokens that `Attached.count` counts."""
         children: list[Sync | Outer] = [*self._children()]
         return any(child.takes_weight for child in children)
 
@@ -90,16 +90,16 @@ class Outer(Expression, abc.ABC):
     def leaves_of(self, params: Leaves, moments: Mapping[str, Mapping[str, Any]] | None) -> Leaves:
         """Return the leaves for `step`: `params`, and in `des_loc` moments of the optimizer.
 
-        `moments` is the optimizer's state of each parameter, by name; None stands for zeros, before the first step.
+        `moments` is the optimizer's state of each parameter, by name; None before the first step means zeros.
         """
         return params
 
     def anchors(self, state: State) -> Leaves:
-        """Return what this rank's leaves are compared with in the next exchange; empty if they themselves are sent."""
+        """Return the leaves to subtract from this rank's in the next exchange; empty if leaves themselves are sent."""
         return {}
 
     def sized(self, sizes: Mapping[str, int]) -> Self:
-        """Return this outer step for shards of leaves that have these numbers of elements, so that all shards agree."""
+        """Return this outer step for shards of leaves with `sizes` elements in total, so that all shards agree."""
         return self._map_children(lambda child: child.sized(sizes) if isinstance(child, Outer) else child)
 
     def __call__(self, params: Tree, state: State) -> tuple[Tree, State]:
@@ -146,7 +146,7 @@ def parse(text: str) -> Outer:
 
 
 def require_unweighted(step: Outer) -> None:
-    """Raise a TypeError if `step` needs weights, which only `attach` gives it."""
+    """Raise a TypeError if `step` needs weights, because only `attach` passes them."""
     if step.takes_weight:
         raise TypeError(f"{step!r} needs the tokens of each rank, which only outer.attach counts; leave out weighted")
 

@@ -18,14 +18,14 @@ from fnddp.wire.weights import Weight
 
 
 class Overlapped(Exchanges):
-    """Exchanges over any wire: lowered, run in the background between calls, and ended on all ranks alike.
+    """Exchanges over any wire: lowered, run in the background between calls, and ended with one result on all ranks.
 
-    An error on one rank, or in its `check` as an exchange begins, ends the exchange on all ranks: that rank raises the
-    error, the others `StepFailedError`. Parameters and state are then unchanged, and the next call exchanges again.
-    Exchanges send one after the other, in the order in which they began.
+    An error on one rank, or in its `check` when an exchange begins, ends the exchange on all ranks: that rank raises
+    the error, the others raise `StepFailedError`. Parameters and state are then unchanged, and the next call exchanges
+    again. Exchanges send one after the other, in the order in which they began.
 
     Args:
-        weight: Returns the weight of this rank in the exchange of a name, which begins: for `weighted`.
+        weight: A function that returns this rank's weight in the named exchange that begins: for `weighted`.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class Overlapped(Exchanges):
     broken = delegated("_lane.broken")
 
     def connect(self, groups: Iterable[str | None], device: torch.device) -> None:
-        """Make the communicators of exchanges over `groups`. All ranks call it."""
+        """Create the communicators of exchanges over `groups`. All ranks must call it."""
         self._lane.connect(self._wire, groups, device)
 
     def require_noticed(self) -> None:
-        """Raise a CollectiveError if another rank has failed in an exchange for whose outcome the host did not wait."""
+        """Raise a CollectiveError if another rank failed in an exchange that the host has not waited for."""
         require_noticed(self._lane.notices)
 
     def poll(self) -> None:
-        """Advance the open exchange that began first, without waiting. Errors are raised where it ends."""
+        """Advance the oldest open exchange, without waiting. Errors are raised where it ends."""
         for each in [*self._open.values()][:1]:
             each.step.is_early = each.is_early
             each.attempt(each.step.advance)
@@ -88,7 +88,7 @@ class Overlapped(Exchanges):
         self.poll()
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
-        """Finish the exchange `name`; run a whole exchange if none of that name, or of other leaves, is open."""
+        """Finish the exchange `name`; run a whole exchange if none is open with that name and these leaves."""
         if name not in self._open or self._open[name].leaves is not leaves:
             self.begin(name, sync, leaves, state)
         return self._end(name)
@@ -100,7 +100,7 @@ class Overlapped(Exchanges):
         return self._open.pop(name).end()
 
     def discard(self, names: Iterable[str]) -> None:
-        """Finish those of the exchanges `names` that are open, on all ranks, and drop their results."""
+        """Finish the open exchanges among `names`, on all ranks, and drop their results."""
         for name in names:
             if name in self._open:
                 try:
@@ -113,9 +113,9 @@ class Overlapped(Exchanges):
 
 @dataclass
 class _Open:
-    """An exchange under way. If it fails on this rank, the other ranks are notified where it ends.
+    """An open exchange. If it fails on this rank, the other ranks are notified where it ends.
 
-    They wait for it there. Until then this rank must take its local steps, which are collectives of a sharded worker.
+    They wait for this rank there. Until then it must take its local steps: these run collectives in a sharded worker.
     """
 
     backward: Backward
@@ -124,7 +124,7 @@ class _Open:
     is_early: bool  # see `Step`
 
     def attempt(self, run: Callable[[], object]) -> None:
-        """Call `run`, and keep its error for the end. An interrupt is raised: the end may be many local steps away."""
+        """Call `run`, and keep its error for the end; raise interrupts now: the end may be many local steps away."""
         try:
             if self.backward.failure is None:
                 run()
@@ -135,7 +135,7 @@ class _Open:
             raise
 
     def send(self) -> None:
-        """Send what is left, as all ranks do, before another one that ends first: zeros if it has failed here."""
+        """Send all remaining messages, as all ranks do, before another exchange ends; zeros if this one failed here."""
         self.attempt(lambda: self.step.advance(block=True))
         if self.backward.failure is not None:
             self.step.send_zeros()

@@ -32,7 +32,7 @@ class PlannedExchange:
 
 @dataclass(frozen=True, repr=False)
 class OuterPlan:
-    """The exchanges of an outer step in a period of local steps: inert data that prints itself.
+    """The exchanges of an outer step in a period of local steps: plain data with a printed form.
 
     Attributes:
         period, lead: See `Outer`.
@@ -93,7 +93,7 @@ def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) ->
     Args:
         outer: The outer step.
         params: Any pytree of parameters; meta tensors will do.
-        world_size: As `fnddp.lower` takes it: of the group, or of each by name, {"node": 8, None: 1024}.
+        world_size: Number of ranks of the group, or of each group by name, {"node": 8, None: 1024}; see `fnddp.lower`.
 
     Raises:
         LoweringError: A pipeline reads values or runs foreign code, so it has no static schedule.
@@ -131,7 +131,7 @@ def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) ->
 
 
 class Recorded(Exchanges):
-    """Exchanges that do not run: only local steps of their starts and ends are recorded. `open`: those already open."""
+    """Exchanges that do not run: only the local steps of their starts and ends are recorded. `open`: open before."""
 
     def __init__(self, open: Iterable[str] = ()) -> None:
         self.step = 1

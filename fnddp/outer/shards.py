@@ -1,4 +1,4 @@
-"""Workers whose models FSDP2 has sharded: each rank exchanges its own shards with the same shards of other workers."""
+"""Workers with models sharded by FSDP2: each rank exchanges its own shards with the same shards of other workers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,15 +22,14 @@ _MODEL = "the model of outer.attach"
 
 @dataclass(frozen=True)
 class WorkerShards:
-    """How the parameters of a worker are divided between its ranks. Without any field, a rank has all of them.
+    """The division of a worker's parameters between its ranks. With the defaults, each rank has whole parameters.
 
     Attributes:
-        groups: The process groups within the worker, whose ranks hold its other shards.
-        voters: Those whose ranks end exchanges alike by a vote: none on a wire other than torch.distributed's, since
-            `commit` decides there.
+        groups: The process groups within the worker: their ranks hold its other shards.
+        voters: Groups that vote on the outcome of exchanges; none if `wire` is not torch.distributed: `commit` decides.
         sizes: Numbers of elements of whole parameters, by name.
         place: This rank's shard, in words.
-        modules: What FSDP may have left whole.
+        modules: The modules that FSDP may have left unsharded.
         ranks: The number of ranks of the worker.
         is_first: True on one of them.
     """
@@ -50,7 +49,7 @@ class WorkerShards:
         return number
 
     def reshard(self) -> None:
-        """Have all parameters be shards, which a forward without a backward leaves whole."""
+        """Shard all parameters again: a forward without a backward leaves them whole."""
         for module in self.modules:
             module.reshard()
 
@@ -60,16 +59,16 @@ def shards_of(
 ) -> WorkerShards:
     """Return how the parameters of `model` that require gradients are sharded, or `WorkerShards()`.
 
-    All ranks of `group` call it, or of the mesh of which it is a dimension.
+    All ranks of `group` must call it; if `group` is a dimension of a mesh, all ranks of the mesh.
 
     Args:
         group: The ranks that hold the same shard in each worker.
         wire, commit, init_sync: See `attach`.
 
     Raises:
-        TypeError: They are not, or hold several shards of one worker; or a parameter is not sharded, and others are.
-        ValueError: There is no `commit`, where `wire` is not torch.distributed's.
-        RankMismatchError: Another rank has raised one; or some ranks have shards, and others whole parameters.
+        TypeError: Only some parameters are sharded, or over other ranks; or `group` has several ranks of one worker.
+        ValueError: `commit` is missing, but `wire` is not torch.distributed's.
+        RankMismatchError: Another rank raised one of these; or some ranks have shards, and others whole parameters.
     """
     modules = tuple(module for module, _ in fsdp_groups(model).values())
     made = WorkerShards(modules=modules)
@@ -109,9 +108,9 @@ def shards_of(
 
 
 def _everyone(group: Group, shards: DeviceMesh | None) -> list[Group]:
-    """Return the process groups over which an error of one rank comes to all that call `attach`, one after the other.
+    """Return the groups that, one after the other, spread an error of one rank to all ranks that call `attach`.
 
-    Those of all dimensions of the mesh of workers and shards, where there is one: a rank may give a wrong `group`.
+    For a mesh of workers and shards these are the groups of all dimensions, because a rank may pass a wrong `group`.
     """
     within = shards or (group[0] if isinstance(group, tuple) else group)
     if not isinstance(within, DeviceMesh):
@@ -122,7 +121,7 @@ def _everyone(group: Group, shards: DeviceMesh | None) -> list[Group]:
 
 
 def _require_workers(group: Group, shards: DeviceMesh) -> None:
-    """Raise a TypeError unless `group` has one rank of this worker, which has those of `shards`."""
+    """Raise a TypeError unless `group` connects workers: only one of its ranks may be in this worker's `shards`."""
     fix = (
         "make mesh = init_device_mesh(..., (workers, shards), mesh_dim_names=('worker', 'shard')), call fully_shard "
         "with mesh=mesh['shard'] and outer.attach with group=mesh['worker']"
@@ -149,11 +148,11 @@ def _ranks(mesh: DeviceMesh) -> set[int]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or this rank's shard of it, in the same memory."""
+    """Return `tensor`, or a view of this rank's shard of it."""
     detached: Any = tensor.detach()
     return detached.to_local() if isinstance(tensor, DTensor) else detached
 
 
 def locals_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the state that an optimizer has of a parameter, with shards in place of tensors."""
+    """Return an optimizer's state of a parameter, with this rank's shards in place of DTensors."""
     return {key: local(each) if isinstance(each, Tensor) else each for key, each in state.items()}

@@ -22,8 +22,8 @@ from fnddp.wire.simulated import Division, SimulatedRanks
 def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "OuterSimulation":
     """Return a simulation of `outer` on `world_size` virtual ranks, a function of the stacked parameters of all ranks.
 
-    `fnddp.simulate` runs its pipelines, which cannot be `weighted`: what it documents of bit-exact carriers, errors
-    (raised here at the exchange) and `groups` holds here too. All else is computed elementwise, for all ranks at once.
+    `fnddp.simulate` runs its pipelines; they cannot be `weighted`. See there for bit-exact carriers, errors (raised
+    here at the exchange) and `groups`. The rest is computed elementwise, for all ranks at once.
 
     >>> from fnddp import allgather, outer
     >>> sim = simulate(outer.local_sgd(every=1, sync=allgather), world_size=2)
@@ -45,7 +45,7 @@ class OuterSimulation(Exchanges):
     groups: Mapping[str, Division]
 
     def init(self, params: Tree) -> State:
-        """Return the initial state for parameters `[n, *shape]`, whose rows must be equal."""
+        """Return the initial state for parameters `[n, *shape]` with equal rows."""
         leaves, spec = tree.flatten(params)
         require_rows(leaves, self.world_size)
         for path, leaf in leaves.items():
@@ -60,7 +60,7 @@ class OuterSimulation(Exchanges):
         return with_rows(state, self.world_size)
 
     def __call__(self, params: Tree, state: State) -> tuple[Tree, State]:
-        """Run the outer step after a local step of all ranks, whose parameters are `[n, *shape]`."""
+        """Run the outer step after a local step of all ranks; parameters are `[n, *shape]`."""
         leaves, spec = tree.flatten(params)
         require_rows(leaves, self.world_size)
         with torch.no_grad(), without_autocast():

@@ -1,1 +1,1 @@
-"""Reducers: the innermost part of each pipeline, which communicates."""
+"""Reducers: the innermost part of each pipeline. They communicate."""

@@ -1,4 +1,4 @@
-"""All-reduce: every rank gets the same reduction of all ranks' payloads; and no reduction at all."""
+"""`all_reduce`: every rank gets the same reduction of all ranks' payloads. `unreduced` leaves gradients as they are."""
 
 from typing import Any, ClassVar
 
@@ -21,8 +21,8 @@ class all_reduce(Reducer):
     Args:
         group: A process group, its name, a one-dimensional device mesh or `(mesh, dim)`; None for the adapter's group
             or the default one. It is stored by name.
-        op: "mean", "sum", "max" or "min". Compression and memory refuse "max" and "min", which do not add; these take
-            no complex leaves. A "sum" adds the whole `.grad`: clear gradients before each synchronized backward.
+        op: "mean", "sum", "max" or "min". "max" and "min" do not add, so compression and memory refuse them;
+            nor do they take complex leaves. A "sum" adds the whole `.grad`: clear it before each synchronized backward.
 
     >>> import torch
     >>> all_reduce(op="sum")
@@ -66,7 +66,7 @@ class unreduced(Sync):
 
     ops: ClassVar[Any] = frozenset[str]()
     groups: ClassVar[Any] = frozenset[str | None]()
-    hides_nonfinite: ClassVar[Any] = True  # from other ranks, which memory outside may send to later
+    hides_nonfinite: ClassVar[Any] = True  # from other ranks; memory outside may send them later
 
     def over(self, group: Group, *, unnamed_only: bool = False) -> Sync:
         return self

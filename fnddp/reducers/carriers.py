@@ -1,4 +1,4 @@
-"""Carriers: they move payloads that need not add, and add up what they decode to."""
+"""Carriers: reducers that send encoded payloads, decode them, and add the decoded values."""
 
 from typing import Any, NamedTuple
 
@@ -15,11 +15,11 @@ from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
 
 @transform
 class all_gather(Carrier):
-    """Send each rank's payload to all: encoded once, decoded by each, added in float32 in rank order.
+    """Send each rank's payload to all ranks; every rank decodes all payloads and adds them in float32, in rank order.
 
-    `allgather` is the ready-made `all_gather()`. A codec has one row for each leaf, and loses something once, on the
-    rank whose gradient it was. The wrong choice for many ranks: each receives n - 1 payloads, where a ring receives
-    about two whatever n. A payload of s bits an element beats a ring of b bits only while n < 2 b / s.
+    `allgather` is the ready-made `all_gather()`. A codec sees each leaf as one row. A gradient loses precision once, in
+    the encoding on its own rank. The wrong choice for many ranks: each rank receives n - 1 payloads, but in a ring
+    about two for any n. A payload of s bits an element beats a ring of b bits only while n < 2 b / s.
 
     Args:
         group: See `all_reduce`.
@@ -53,33 +53,33 @@ registry.add("allgather", allgather)
 
 
 class TwoShotState(NamedTuple):
-    """`residual`: the losses of this rank's second hop by leaf path, `[ceil(elements / ranks)]`, float32 or wider."""
+    """`residual`: the error of this rank's second hop by leaf path, `[ceil(elements / ranks)]`, float32 or wider."""
 
     residual: Local[Remembered[Leaves]]
 
 
 @transform
 class two_shot_mean(Carrier):
-    """Run an all_to_all, sums in float32 or wider in rank order, and an all_gather of the means.
+    """Average in two hops: an all_to_all after which each rank sums one chunk, and an all_gather of the chunks' means.
 
     `two_shot` is the ready-made `two_shot_mean()`, and `two_shot(server_memory=True)`, as text and in Python, is
-    `two_shot_mean(server_memory=True)`. Payloads are encoded once for each hop, and a rank sends about two whatever the
-    number of ranks, like a ring; but sums are in float32, also those of `fp16(two_shot)`, so the error does not grow
-    with the ranks. A codec has a row for each rank's chunk, padded to equal length.
+    `two_shot_mean(server_memory=True)`. Payloads are encoded once for each hop. As in a ring, a rank sends about two
+    payloads for any number of ranks. Sums are in float32 or wider and in rank order, also those of `fp16(two_shot)`, so
+    the error does not grow with the number of ranks. A codec sees one row for each rank's chunk, padded to one length.
 
-    The owner of a chunk counts the losses of its second hop n times in its `sent`, since a mean divides by n, so error
-    feedback outside makes up for both hops. The wrong choice for many leaves of few elements a rank, whose rows are
-    shorter than a codec's blocks: `bucketize(quantize(two_shot))`.
+    The rank that sums a chunk (its owner) counts the error of its second hop n times in its `sent`, because a mean
+    divides by n. So error feedback outside corrects both hops. The wrong choice for leaves with few elements a rank,
+    because rows are then shorter than a codec's blocks: `bucketize(quantize(two_shot))`.
 
     Args:
         group: See `all_reduce`.
-        server_memory: The owner keeps the losses of its second hop, a residual of one chunk, and adds it to the next
-            mean, instead of counting it in `sent`, n times, which would inflate the scales of its chunk's blocks. The
+        server_memory: The owner keeps the error of its second hop, a residual of one chunk, and adds it to the next
+            mean. It no longer counts n times in `sent`, where it would inflate the scales of its chunk's blocks. The
             sum of all outputs plus the mean residual outside plus this one is the sum of all mean gradients. The state
-            is for a fixed number of ranks: another number is a ValueError at the exchange.
+            is for a fixed number of ranks: the exchange raises a ValueError for another number.
 
-    Source: sum and means by owner as in torchft's quantized all-reduce and in 1-bit Adam (Tang et al., ICML 2021). The
-    two residuals of the latter are `error_feedback(sign(two_shot(server_memory=True)))`.
+    Source: owners sum and average as in torchft's quantized all-reduce and in 1-bit Adam (Tang et al., ICML 2021). The
+    two residuals of 1-bit Adam are `error_feedback(sign(two_shot(server_memory=True)))`.
 
     >>> from fnddp import bf16
     >>> bf16(two_shot)({"w": torch.ones(3)}, two_shot.init(None))
@@ -96,7 +96,7 @@ class two_shot_mean(Carrier):
         return not self.server_memory
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Synchronize gradients; or, with options alone, construct another one: text and Python are written alike."""
+        """Synchronize gradients; with options alone, return a new pipeline, so that Python is written like text."""
         is_exchange = arguments or "grads" in options
         return super().__call__(*arguments, **options) if is_exchange else two_shot_mean(**options)
 

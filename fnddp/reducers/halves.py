@@ -1,4 +1,4 @@
-"""The two halves of a mean: each leaf to the rank that owns it, and what owners have made of theirs to all."""
+"""The two halves of a mean: send each leaf to the rank that owns it, and send the owners' results to all ranks."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -40,10 +40,10 @@ class Owners:
     def of(
         cls, leaves: Mapping[str, Tensor], n: int, costs: Mapping[str, float] | None = None, cut: Iterable[str] = ()
     ) -> "Owners":
-        """Return owners for `leaves` that have about the same cost each: the costliest leaf first, to the least load.
+        """Return owners with about equal costs: assign the costliest leaf first, to the rank with the least load.
 
-        Leaves of equal cost go around the ranks in the reverse order of their paths, the same on all ranks, so that
-        each rank owns a share of what arrives together in a backward.
+        Leaves of equal cost go around the ranks in the reverse order of their paths. So all ranks compute the same
+        owners, and each rank owns a share of the gradients that backward produces at about the same time.
 
         Args:
             costs: The cost of each leaf; None for the number of its elements.
@@ -60,7 +60,7 @@ class Owners:
     def in_order(
         cls, leaves: Mapping[str, Tensor], n: int, costs: Mapping[str, float] | None = None, cut: Iterable[str] = ()
     ) -> "Owners":
-        """Return owners as `of` does, in the order of `leaves`, such as a model's, which all ranks have agreed on."""
+        """Return owners as `of` does, but in the order of `leaves`; this order must be the same on all ranks."""
         apart = frozenset(cut)
         cost = {path: float(leaf.numel() if costs is None else costs[path]) for path, leaf in leaves.items()}
         load = [sum(cost[path] for path in apart) / n] * n
@@ -73,7 +73,7 @@ class Owners:
         return cls(n, shapes, tuple(whole.items()), tuple(load))
 
     def rows(self, path: str, rank: int) -> tuple[int, int]:
-        """Return the first row of the leaf that `rank` owns, and the one behind the last; a scalar is one row."""
+        """Return the half-open range of rows of the leaf that `rank` owns; a scalar has one row."""
         owner, shape = self._owner[path], self._shape[path]
         height = shape[0] if shape else 1
         if owner is not None:
@@ -85,17 +85,17 @@ class Owners:
         return self._shape[path]
 
     def sent_shape(self, path: str) -> torch.Size:
-        """Return the shape of what `to_all` takes of a leaf, on all ranks: the leaf, or the rows of the first rank."""
+        """Return the shape that `to_all` takes for a leaf on all ranks: of the leaf, or of the first rank's rows."""
         return self._shape[path] if self._owner[path] is not None else self.own_shape(path, 0)
 
     def own_shape(self, path: str, rank: int) -> torch.Size:
-        """Return the shape of what `rank` owns of a leaf: `[rows, ...]`, that of a whole scalar, or `[0]`."""
+        """Return the shape of the part of a leaf that `rank` owns: `[rows, ...]`, a scalar's shape, or `[0]`."""
         begin, end = self.rows(path, rank)
         shape = self._shape[path]
         return shape if end and not shape else torch.Size([end - begin, *shape[1:]])
 
     def table(self, leaves: Mapping[str, bool]) -> Table:
-        """Return the table of messages of `leaves`, of which those that are True are complex."""
+        """Return the table of messages of `leaves`, by path; a value of True means that the leaf is complex."""
         cuts: dict[str, Cut] = {}
         for path, is_complex in leaves.items():
             shape, owner = self._shape[path], self._owner[path]
@@ -105,11 +105,11 @@ class Owners:
         return Table(self.n, cuts)
 
     def owner(self, path: str) -> int | None:
-        """Return the rank that owns the leaf; None for one that is cut by rows."""
+        """Return the rank that owns the leaf; None for a leaf that is cut by rows."""
         return self._owner[path]
 
     def own(self, path: str, leaf: Tensor, rank: int) -> Tensor:
-        """Return the rows of `leaf` that `rank` owns, on the same memory: `[rows, ...]`, a whole scalar, or `[0]`."""
+        """Return a view of the rows of `leaf` that `rank` owns: `[rows, ...]`, a whole scalar, or `[0]`."""
         begin, end = self.rows(path, rank)
         return (leaf if end else leaf.reshape(1)[:0]) if leaf.ndim == 0 else leaf[begin:end]
 
@@ -132,12 +132,12 @@ CHECKS["Owners"] = _checked_owners
 
 
 class _Half(Carrier):
-    """What both halves share: batches of the leaves of each owner, and rows of payloads with a place for each owner."""
+    """Shared base of both halves: batches of each owner's leaves, and payloads with one row for each owner."""
 
     group: Group = None
     owners: Owners | None = None
 
-    def __repr__(self) -> str:  # the table is none of the text: it is for the leaves of one model
+    def __repr__(self) -> str:  # without `owners`, which belong to one model's leaves
         return f"{type(self).__name__}({'' if self.group is None else f'group={self.group!r}'})"
 
     def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
@@ -158,25 +158,25 @@ class _Half(Carrier):
 
 @transform
 class to_owners(_Half):
-    """Send each leaf to the rank that owns it, which adds up in float32 in rank order: the first half of a mean.
+    """Send each leaf to the rank that owns it; the owner adds in float32, in rank order: the first half of a mean.
 
-    The mean of a leaf on a rank is what that rank owns of it: the leaf itself, its rows, or none, `[0, ...]`. Put
-    together, they are the mean that `allgather` returns with the same codecs, to the bit; of leaves that are cut by
-    rows, what the first hop of `two_shot` gives. A rank sends what all others own, once, whatever the number of ranks.
-    Rows for owners are padded to the longest: little, if each owns about as many bytes of what travels together.
+    On each rank the result has the part of each leaf that this rank owns: the leaf itself, its rows, or `[0, ...]`. All
+    ranks' parts together are bitwise equal to the mean of `allgather` with the same codecs; for leaves that are cut by
+    rows, to the result of the first hop of `two_shot`. A rank sends the parts of all other ranks once, whatever their
+    number. Rows for owners are padded to the longest: by little, if owners have about as many bytes in each message.
 
-    The wrong choice as a synchronization by itself: other ranks do not have the mean. `own` runs an optimizer on it,
-    and `to_all` sends what that makes of it.
+    The wrong choice as a synchronization by itself, because only owners have the mean. `own` runs an optimizer on the
+    owners, and `to_all` sends the updated leaves to all ranks.
 
     Args:
         group: See `all_reduce`.
-        owners: Of the leaves, from `Owners.of`; None for whole leaves balanced by their elements.
+        owners: The owners of the leaves, from `Owners.of`; None for whole leaves balanced by their elements.
 
     >>> to_owners()({"w": torch.ones(2)}, ())
     ({'w': tensor([1., 1.])}, ())
     """
 
-    agrees: ClassVar[Any] = False  # ranks have other leaves
+    agrees: ClassVar[Any] = False  # ranks have different leaves
 
     group: Group = None
     owners: Owners | None = None
@@ -206,17 +206,17 @@ class to_owners(_Half):
 
 @transform
 class to_all(_Half):
-    """Send what each rank owns to all, as codecs encode it: the second half of a mean.
+    """Send the part of each leaf that a rank owns to all ranks, encoded by the codecs: the second half of a mean.
 
-    The input on a rank is what it owns of each leaf, as `to_owners` returns it; the mean is the whole leaf as all ranks
-    decode it, equal on all to the bit. What is given of a leaf that another rank owns is not read. A plan needs leaves
-    of the same shapes on all ranks: `Owners.sent_shape`. Rows of owners are padded to the longest.
+    The input on a rank is its part of each leaf, as `to_owners` returns it; the result is the whole decoded leaf,
+    bitwise equal on all ranks. Values of leaves that another rank owns are not read. A plan needs leaves of the same
+    shapes on all ranks: `Owners.sent_shape`. Rows of owners are padded to the longest.
 
     The wrong choice for gradients: nothing is added up.
 
     Args:
         group: See `all_reduce`.
-        owners: Of the leaves, from `Owners.of`; None where all ranks give whole leaves, balanced by their elements.
+        owners: The owners, from `Owners.of`; None if all ranks pass whole leaves, balanced by their elements.
 
     >>> to_all()({"w": torch.ones(2)}, ())
     ({'w': tensor([1., 1.])}, ())
@@ -243,14 +243,14 @@ class to_all(_Half):
 
 
 def _gathered(layers: Layers, leaves: Leaves, owners: Owners, group: str | None, rank: int) -> Leaves:
-    """Return whole leaves, of what each owner has of them."""
+    """Return whole leaves, gathered from the parts of their owners."""
     wires = {path: layout.to_wire(leaf).reshape(-1) for path, leaf in leaves.items()}
     table = owners.table({path: leaf.is_complex() for path, leaf in leaves.items()})
     rows: Leaves = {}
     counts: dict[str, Tensor | None] = {}
     for path, wire in wires.items():
         width, owner = table.cuts[path].width, owners.owner(path)
-        # Rows of other owners are encoded for their sizes alone, which plans do not run.
+        # Rows of other owners are encoded only for their sizes; plans do not run this.
         row = pad(wire, (0, width - wire.numel())) if owner is None else wire
         if layers and row.numel() > wire.numel():
             counts[path] = torch.full((1, 1), wire.numel(), device=wire.device)
@@ -261,7 +261,7 @@ def _gathered(layers: Layers, leaves: Leaves, owners: Owners, group: str | None,
 
 
 def _shaped(flat: Tensor, shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Return numbers of a table as a leaf, or rows of one, of `shape`: a whole leaf in the memory format of `like`."""
+    """Return flat numbers in the `shape` of a leaf or of its rows; a whole leaf has the memory format of `like`."""
     pairs = [*shape, *((2,) if like.is_complex() else ())]
     wire = rounded(shortened(flat.reshape(-1), math.prod(pairs)), dtype).view(pairs)
     if shape == like.shape:

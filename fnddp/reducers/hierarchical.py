@@ -1,4 +1,4 @@
-"""Two levels: a mean inside the node, exact or through codecs, and any pipeline across nodes."""
+"""Two-level reduction: a mean inside the node, exact or with codecs, and any pipeline across nodes."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -21,9 +21,9 @@ MOST_PADDING = 1 / 16  # of a leaf's rows, for its shards to be matrices
 
 
 class HierarchicalState(NamedTuple):
-    """`inner`: the state of the exchange across nodes, all local: ranks of a node have different shards.
+    """`inner`: the state of the exchange across nodes. It is local, because ranks of a node have different shards.
 
-    With codecs in `intra`, it is their state, and that of the exchange across nodes is in it.
+    With codecs in `intra`, `inner` is their state and contains the state of the exchange across nodes.
     """
 
     inner: Local[State]
@@ -33,35 +33,35 @@ class HierarchicalState(NamedTuple):
 class hierarchical(Sync):
     """Run a reduce_scatter inside the node, any pipeline across nodes on this rank's shard, and an all_gather inside.
 
-    Each of the n ranks of a node runs `inner` on 1/n of the gradients, so together they send all of them across once,
-    and memory inside, `hierarchical(error_feedback(...))`, is as small as a shard. `inner` must name the group of the
-    ranks with the same position in their nodes. With a mesh: `hierarchical(powersgd(allreduce).over((mesh, "across")),
-    intra=(mesh, "inside"))`.
+    Each of the n ranks of a node runs `inner` on 1/n of the gradients (its shard). So a node sends its gradients across
+    once, and memory inside, `hierarchical(error_feedback(...))`, is as small as a shard. `inner` must name the group of
+    the ranks with the same position in their nodes. With a mesh: `hierarchical(powersgd(allreduce).over((mesh,
+    "across")), intra=(mesh, "inside"))`.
 
-    A shard is 1/n of a leaf's rows (dimension 0), if padding adds no more than a sixteenth of them, else of its
-    flattened elements, a vector, which PowerSGD leaves alone. The owner of a shard counts the losses of `inner` n times
-    in its `sent`, since a mean over the node divides by n: put memory inside. Integer leaves are summed inside and
-    across, and divided once.
+    A shard is 1/n of a leaf's rows (dimension 0), if padding adds at most a sixteenth of them; else 1/n of its
+    flattened elements, a vector that PowerSGD does not compress. The owner of a shard counts the error of `inner` n
+    times in its `sent`, because a mean over the node divides by n: put memory inside. Integer leaves are summed inside
+    and across, and divided once.
 
-    With codecs inside, `intra=quantize(two_shot)`, the node's mean takes the two hops of `two_shot`, an all_to_all and
-    an all_gather of encoded parts, and `inner` runs between them. An owner counts the losses of its second hop n times,
-    too. `rotate`, `bucketize` and memory go around `hierarchical`, for both levels.
+    With codecs inside, `intra=quantize(two_shot)`, the node averages in the two hops of `two_shot`, an all_to_all and
+    an all_gather of encoded parts, and `inner` runs between them. An owner counts the error of its second hop n times,
+    too. Put `rotate`, `bucketize` and memory around `hierarchical`; they then apply to both levels.
 
     The wrong choice in one node, and where links inside are no faster than those across: it takes two more rounds. On
-    gloo a reduce_scatter sends as much as an all_reduce. It refuses weights, as all pipelines over several groups.
+    gloo a reduce_scatter sends as much as an all_reduce. Like all pipelines over several groups, it refuses weights.
 
     Args:
         inner: The pipeline across nodes, a mean over its own group: `powersgd(allreduce).over(across)`. `none` for one
-            node. The default group, and that inside the node, are a ValueError in `init` and `exchange`.
-        intra: The group inside the node, see `all_reduce`; or, to send fewer bytes inside, too, `two_shot` with codecs
-            around it over that group: `quantize(two_shot).over(inside)`. That loses something on links that are fast.
-        shard: Exchange a shard on each rank. If False, leaves stay whole: a mean inside the node, then the same
-            exchange by every rank of it, so the node sends n times as much. Means are then equal to the bit only if
-            the backend adds in the same order in all groups across nodes, as carriers do.
+            node. `init` and `exchange` raise a ValueError for the default group and for the group inside the node.
+        intra: The group inside the node, see `all_reduce`; or, to send fewer bytes inside as well, codecs around
+            `two_shot` over that group: `quantize(two_shot).over(inside)`. This adds an error even on fast links.
+        shard: Exchange a shard on each rank. If False, leaves stay whole: after a mean inside the node, every rank of
+            it runs the same exchange, so the node sends n times as much. Means are then bitwise equal only if the
+            backend adds in the same order in all groups across nodes, as carriers do.
 
     Source: two-level all-reduces as in Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4; with compression
     across nodes only as in 1-bit Adam; on both levels as in ZeRO++ (Wang et al., 2023) and SDP4Bit (Jia et al., NeurIPS
-    2024), which send 4 bits across.
+    2024): these send 4 bits across.
 
     >>> from fnddp import allreduce, fp16, none
     >>> sync = hierarchical(none)
@@ -185,7 +185,7 @@ class hierarchical(Sync):
 
 @dataclass(frozen=True, repr=False)
 class _Between(Carrier):
-    """The two hops of a mean inside a node, with an exchange across nodes of this rank's shard between them."""
+    """Average inside a node in two hops; between them, exchange this rank's shard across nodes."""
 
     group: Group = None
     inner: Sync = none
@@ -205,7 +205,7 @@ class _Between(Carrier):
         mine = rows
         total: Leaves = {}
         if not layers:
-            # Divided before the sum, so that what fits the dtype does not overflow.
+            # Divided before the sum, so that values that fit the dtype do not overflow.
             shard = total = collectives.reduce_scatter_leaves({path: x / ranks for path, x in rows.items()}, group)
         else:
             sender = rank  # within the ranks that the groups connect: nodes draw different numbers
@@ -249,7 +249,7 @@ def _size(leaf: Tensor) -> int:
 
 
 def _shaped(wire: Tensor, like: Tensor) -> Tensor:
-    """Return real numbers in the shape of `like`, complex if that is, in float32 or wider."""
+    """Return real numbers in the shape of `like`, complex if `like` is complex, in float32 or wider."""
     wire = wire.to(wide(wire.dtype))  # there are no complex numbers of bfloat16
     return layout.from_wire(wire.reshape(*like.shape, 2) if like.is_complex() else wire, like)
 
@@ -259,7 +259,7 @@ def _has_parts(leaf: Tensor) -> bool:
 
 
 def _view_shape(leaf: Tensor, n: int) -> tuple[int, ...]:
-    """Return the shape of which a shard is 1/n, along the first dimension."""
+    """Return the shape of `leaf` that is cut into n shards along its first dimension."""
     has_rows = leaf.ndim > 1 and -leaf.shape[0] % n <= MOST_PADDING * leaf.shape[0]
     return tuple(leaf.shape) if has_rows else (leaf.numel(),)
 

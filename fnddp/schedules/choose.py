@@ -26,7 +26,7 @@ class PartitionState(NamedTuple):
 
 @transform
 class partition(Sync):
-    """Run on every leaf the pipeline of the first pattern that matches its path.
+    """Run the pipeline of the first matching pattern on every leaf; patterns are compared with the leaf's path.
 
     Patterns are those of `fnmatch`, case-sensitive: `*.bias`, `layer4.*`, `*`. So that no typo goes unnoticed, `init`
     and `exchange` raise a ValueError for a leaf without a pattern, and for a pattern without leaves.
@@ -86,7 +86,7 @@ class partition(Sync):
         )
 
     def rule_of(self, path: str) -> Sync | None:
-        """Return the pipeline of the leaf `path`; None if no pattern has it."""
+        """Return the pipeline of the leaf `path`; None if no pattern matches it."""
         path = without_wrappers(path)
         return next((sync for pattern, sync in dict(self.rules).items() if self._compiled[pattern].match(path)), None)
 
@@ -96,7 +96,7 @@ class partition(Sync):
 
 
 def compiled_patterns(patterns: Iterable[str]) -> dict[str, re.Pattern[str]]:
-    """Return what `split_by_pattern` takes, by pattern."""
+    """Return compiled patterns for `split_by_pattern`, by pattern."""
     return {pattern: re.compile(translate(without_wrappers(pattern))) for pattern in patterns}
 
 
@@ -165,7 +165,7 @@ class warmup(Sync):
 class SwitchState(NamedTuple):
     """`step`: exchanges done, at most the first step of the last stage. `stages`: states of stages, by first step.
 
-    None stands in place of a tensor that an earlier stage has.
+    None replaces a tensor that is stored in the state of an earlier stage.
     """
 
     step: Replicated[int]
@@ -176,11 +176,11 @@ class SwitchState(NamedTuple):
 class switch(Sync):
     """Run another pipeline from given steps on: `switch({0: ..., 1000: ...})`.
 
-    For ranks, ratios and precisions that change during training; for a first phase alone `warmup` is shorter. A stage
-    inherits tensors of the stage before: those at the same place in a state of the same class, with the same shape,
-    dtype and device. So a residual survives a change of PowerSGD's rank, and is stored once; queries of another rank
-    and counters start anew. Memory outside, `error_feedback(switch({...}))`, needs no inheritance. The wrong choice for
-    changes in every step: each stage is a phase with its own plan, and adapters keep at most 8 plans.
+    Use it for ranks, ratios and precisions that change during training; for a first phase alone `warmup` is shorter. A
+    stage inherits tensors of the stage before if they have the same position in a state of the same class, and the same
+    shape, dtype and device. So a residual survives a change of PowerSGD's rank, and is stored once; queries of another
+    rank and counters start anew. Memory outside, `error_feedback(switch({...}))`, needs no inheritance. The wrong
+    choice for changes in every step: each stage is a phase with its own plan, and adapters keep at most 8 plans.
 
     Args:
         stages: Pipelines by their first step, counted in exchanges; one begins at 0.
@@ -261,7 +261,7 @@ class EveryState(NamedTuple):
 
 @transform
 class every(Sync):
-    """Exchange in each n-th step; in the others, no leaf has an update.
+    """Exchange in every n-th step; in the other steps, no leaf has an update.
 
     In the other steps the pipeline returns None for the leaves, and adapters leave `.grad` None on all ranks, so that
     Adam's moments and weight decay do not change.
@@ -274,7 +274,7 @@ class every(Sync):
         n: Exchange in the steps n, 2 n, 3 n, ...; at least 1.
 
     Source: the period of communication of Qsparse-local-SGD (Basu et al., NeurIPS 2019, Algorithm 1) with one set of
-    parameters, which here do not change in between.
+    parameters; here these do not change in between.
 
     >>> from fnddp import allreduce, error_feedback
     >>> sync = error_feedback(every(2, allreduce))
@@ -296,7 +296,7 @@ class every(Sync):
         return self.n > 1 or super().skips
 
     @property
-    def hides_nonfinite(self) -> bool:  # in steps that exchange nothing, which memory outside remembers
+    def hides_nonfinite(self) -> bool:  # in steps without an exchange; memory outside keeps them
         return self.n > 1 or super().hides_nonfinite
 
     def init(self, grads: Tree) -> State:

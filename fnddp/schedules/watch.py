@@ -30,7 +30,7 @@ class measure(Sync):
     count.
 
     `measure(error_feedback(topk(allgather)))` compares with the gradients. `error_feedback(measure(topk(allgather)))`
-    compares with the input of the compressor, which is gradients and residual. The exact mean costs an uncompressed
+    compares with the input of the compressor: gradients plus residual. The exact mean costs an uncompressed
     all_reduce, so `every_steps=1` is the wrong choice for more than a few steps. Reading a number waits for an
     accelerator.
 
@@ -82,12 +82,12 @@ class measure(Sync):
 
 
 def _dot(one: Leaves, other: Leaves, like: Tensor) -> Tensor:
-    """Return the inner product over all leaves that hold fractions, on the device of `like`."""
+    """Return the inner product over all floating-point and complex leaves, on the device of `like`."""
     products: list[Tensor] = []
     for path, leaf in one.items():
         if is_inexact(leaf):
             a, b = leaf.to(wide(leaf.dtype)), other[path].to(wide(leaf.dtype))
-            # Not a dot product of BLAS, whose rounding depends on the alignment of its operands.
+            # Not a dot product of BLAS: its rounding depends on the alignment of its operands.
             products.append((a.conj() * b).real.sum().to(like.device))
     return torch.stack(products).sum() if products else like.new_zeros(())
 

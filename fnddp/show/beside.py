@@ -16,7 +16,7 @@ PROCESS = "predicted by fnddp"  # not a number, so that no process of a measured
 
 
 def beside(measured: str, predicted: str) -> str:
-    """Return two traces as one, for https://ui.perfetto.dev: the predicted one begins with the measured step.
+    """Return two traces as one, for https://ui.perfetto.dev: the predicted step begins with the measured one.
 
     Args:
         measured: The export of torch's profiler of a step within `record_function(STEP)`.

@@ -26,11 +26,11 @@ from fnddp.show.text import (
     text,
 )
 
-MARGIN, GUTTER, GAP, SEAM = 20, 84, 10, 1  # a seam separates one bar from the next
+MARGIN, GUTTER, GAP, SEAM = 20, 84, 10, 1  # a seam separates two bars
 NARROWEST = 104  # the width of a box
-SLOT = NARROWEST + 2 * GAP  # how far apart slots with a box each begin
+SLOT = NARROWEST + 2 * GAP  # the distance between slots with one box each
 CHARACTER = 0.6  # the width of a character, in units of the font's size; most are narrower
-WIDEST = 1000  # where a line of the picture ends, and the next one begins
+WIDEST = 1000  # the width at which rows of the picture wrap
 LONGEST = WIDEST - MARGIN - GUTTER - SLOT  # of a bar in a row
 
 
@@ -48,8 +48,8 @@ DARK = "<style>@media (prefers-color-scheme: dark) {{{}}}</style>".format(
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 
 LANE, WIRE = 76, 92  # heights of lanes: of boxes, of a wire
-INSET, BOX, BAR = 12, 44, 18  # heights: what is free above a box in its lane, a box, a collective's bar
-BETWEEN, STUB = 44, 16  # heights: between rows, of an arrow that comes from another one
+INSET, BOX, BAR = 12, 44, 18  # heights: the space above a box in its lane, a box, a collective's bar
+BETWEEN, STUB = 44, 16  # heights: between rows, of an arrow from another row
 
 Point: TypeAlias = tuple[float, float]
 
@@ -85,7 +85,7 @@ class Bar:
 
     @property
     def free_from(self) -> float:
-        """Position at which the next bar may begin: a queue has gaps only where the words below bars need them."""
+        """Position at which the next bar may begin: a queue has gaps only where labels below bars need them."""
         words = max(CHARACTER * 11 * len(line) for line in self.label)
         return self.left + max(self.width + SEAM, words + GAP)
 
@@ -102,7 +102,7 @@ class Timeline:
 
 
 def lay_out(plan: PlanData, link: Links | None) -> Timeline:
-    """Place each run after the one before it and what it waits for, and each group's bars in a queue; wrap rows."""
+    """Place each run after the last run and its collectives, and each group's bars in a queue; wrap rows."""
     start: float = MARGIN + GUTTER
     lengths = _lengths(plan, link)
     slots: list[tuple[int, int, float]] = []
@@ -142,7 +142,7 @@ def _lengths(plan: PlanData, link: Links | None) -> list[tuple[float, tuple[str,
     if link is not None:
         amounts = [cost.seconds for cost in estimate(plan.collectives, link).collectives]
         labels = [(nbytes, duration(seconds)) for (_, nbytes), seconds in zip(labels, amounts, strict=True)]
-    # A bar like most fills the time of a slot, so that a wire that is always busy looks so.
+    # A bar of median length fills a slot, so that a wire that is always busy looks busy.
     scale = min(SLOT / (median(amounts) or 1), LONGEST / (max(amounts) or 1)) if amounts else 1.0
     return [(max(4.0, scale * amount), label) for amount, label in zip(amounts, labels, strict=True)]
 
@@ -163,7 +163,7 @@ def to_svg(plan: PlanData, link: Links | None = None) -> str:
         *_arrows(layout, lanes),
         *(_text(MARGIN, bottom + 20 + 20 * i, line, 12, SOFT) for i, line in enumerate(facts)),
     ]
-    # A card of its own, so that it reads on light and on dark pages.
+    # Its own background card, so that it is readable on light and on dark pages.
     card = f'<rect width="{width:.0f}" height="{height:.0f}" rx="10" fill="{PAPER}"/>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" class="fnddp-plan" '
@@ -244,7 +244,7 @@ def _collectives(plan: PlanData, layout: Timeline, lanes: Lanes) -> Iterator[str
 
 
 def _arrows(layout: Timeline, lanes: Lanes) -> Iterator[str]:
-    """Yield arrows to the wire, and from it to what waits for it; of arrows between rows only the ends."""
+    """Yield arrows to the wire, and from it to waiting boxes; of arrows between rows only the ends."""
     for box in layout.boxes:
         below = lanes.top_of(box.row) + LANE + INSET + BOX
         apart = min(12.0, (box.width - 44) / max(1, len(box.run.waits) - 1))

@@ -13,8 +13,8 @@ from fnddp.ir.program import Collective, Name, Operation, Segment
 from fnddp.reducers.halves import to_all, to_owners
 from fnddp.wire.kinds import ALL_REDUCE
 
-PREFIX = "fnddp "  # of everything on a profiler's clock
-MOST_PARTS = 24  # of a table of owners that are listed
+PREFIX = "fnddp "  # of all names in a profiler's trace
+MOST_PARTS = 24  # listed in a table of owners
 
 
 def text(path: str) -> str:
@@ -65,7 +65,7 @@ def dtype(collective: Collective) -> str:
 
 
 def range_of(segment: Segment) -> str:
-    """Return the name of a segment on a profiler's clock, as in "slot 0 encode"."""
+    """Return the name of a segment in a profiler's trace, as in "slot 0 encode"."""
     return f"slot {segment.slot} {'decode' if segment.commits else 'encode'}"
 
 
@@ -79,11 +79,11 @@ def _argument(argument: Any) -> str:
 
 @dataclass(frozen=True)
 class Merged:
-    """Segments of a slot that look alike, as one.
+    """Segments of the same slot and kind, joined.
 
     Attributes:
         kind: "encode" before any collective is complete, "decode" after all are, "decode, encode" in between.
-        needs: Leaves whose gradients must have arrived.
+        needs: Leaves that must have gradients first.
         waits: Collectives that must be complete.
         launches: The collective that the last segment issues.
     """
@@ -97,7 +97,7 @@ class Merged:
 
 
 def runs(plan: PlanData, *, merged: bool = True) -> Iterator[Merged]:
-    """Yield the segments of a plan; `merged`, those of the same slot and kind as one, up to a collective."""
+    """Yield the segments of a plan; if `merged`, join segments of the same slot and kind, up to a collective."""
     collectives, alike = plan.collectives, list[Segment]()
     for segment, following in zip(plan.segments, [*plan.segments[1:], None], strict=False):
         alike.append(segment)
@@ -142,7 +142,7 @@ def header(plan: PlanData) -> list[str]:
 
 
 def owners_of_rows(plan: PlanData) -> list[str]:
-    """Return the table of each bucket whose leaves have owners: which elements are in the row of which rank."""
+    """Return a table of each bucket of leaves with owners: the elements in each rank's row."""
     found = [each.owners for each in all_in(plan.sync) if isinstance(each, to_owners | to_all) and each.owners]
     lines: list[str] = []
     for bucket in dict.fromkeys(plan.buckets.values()) if found else ():
@@ -175,7 +175,7 @@ def conditions_of(run: Merged) -> list[str]:
 
 
 def collective(c: Collective, plan: PlanData) -> str:
-    """Return a line on what `c` does, with how much, over which ranks, and when."""
+    """Return a line about `c`: its kind, its bytes, its ranks, and when it runs."""
     labels, kind = [text(payload.label) for payload in c.payloads], dtype(c)
     does = f"{c.kind.name}{'' if c.op is None else f' {c.op}'} {kind}"
     when = f"round {c.depth + 1} of {plan.rounds}" if c.depth >= 0 else "ahead of gradients"

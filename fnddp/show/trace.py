@@ -1,6 +1,6 @@
-"""Names and times of the pieces of steps, for torch's profiler, and for FNDDP_DEBUG, which prints plans and times.
+"""Names and times of the pieces of steps, for torch's profiler and for FNDDP_DEBUG, which prints plans and times.
 
-Times are the host's on the CPU, those of the side stream on an accelerator.
+Times are measured by the host on the CPU, and on the side stream on an accelerator.
 """
 
 import os
@@ -20,7 +20,7 @@ from fnddp.show.text import PREFIX, range_of, size
 from fnddp.torch_private import is_profiling
 from fnddp.wire import groups
 
-FIRST, EVERY = 3, 100  # steps that are shown of each plan: the first ones, and then one in so many
+FIRST, EVERY = 3, 100  # steps shown of each plan: the first three, then one in 100
 
 Piece: TypeAlias = Literal["computes", "launches", "waits"]
 
@@ -49,7 +49,7 @@ class Taken(NamedTuple):
     """The times of a step, in seconds.
 
     Attributes:
-        segments: Time of segments between one collective's start and the next one's; last, of those after all starts.
+        segments: Time of segments between the starts of consecutive collectives; last, of segments after all starts.
         wire: Time of each collective, from its start until the step has noticed that it is complete.
         exposed: Time that the step has waited for each collective, with nothing else to do.
     """
@@ -77,10 +77,10 @@ class Taken(NamedTuple):
 class Observer:
     """Observer that names the pieces of steps for torch's profiler, and measures and prints them.
 
-    Each context encloses one piece, which is started on `stream` of `device`.
+    Each context encloses one piece, started on `stream` of `device`.
 
     Args:
-        debug: The level of FNDDP_DEBUG: 1 prints plans, 2 some of their steps, too, as measured.
+        debug: The level of FNDDP_DEBUG: 1 prints plans, 2 also prints measured times of some steps.
         measures: Whether steps are measured.
     """
 
@@ -91,13 +91,13 @@ class Observer:
         self._pieces: list[tuple[Piece, int, Mark, Mark]] = []  # of the last step
 
     def show(self, plan: PlanData) -> None:
-        """Note that steps of `plan` follow, a new one."""
+        """Record that steps of a new plan, `plan`, follow."""
         self._steps[id(plan)] = 0
         if self._debug and groups.rank(None) == 0:
             print(text.show(plan), file=sys.stderr)
 
     def begins(self) -> None:
-        """Note that a step begins, and forget the last one."""
+        """Record that a step begins, and drop the last one."""
         self._pieces = []
 
     def computes(self, segment: Segment, device: Device, stream: Stream) -> AbstractContextManager[object]:
@@ -124,7 +124,7 @@ class Observer:
         self._device = device
 
     def ends(self, plan: PlanData) -> None:
-        """Note that a step of `plan` has ended. To print it, wait for the device."""
+        """Record that a step of `plan` has ended. To print it, wait for the device."""
         if self._debug != 2 or groups.rank(None) != 0:
             return
         count = self._steps[id(plan)] = self._steps[id(plan)] + 1
@@ -133,7 +133,7 @@ class Observer:
             print(f"fnddp: step {count} of this plan\n{table}", file=sys.stderr)
 
     def taken(self, collectives: int) -> Taken:
-        """Return the times of the last step, which had so many collectives. It waits for the device."""
+        """Return the times of the last step, with this number of collectives. It waits for the device."""
         segments, wire, exposed = [list[float]()], [0.0] * collectives, [0.0] * collectives
         issued: dict[int, Mark] = {}
         for piece, index, begin, end in self._pieces:
@@ -148,7 +148,7 @@ class Observer:
 
 
 def _table(plan: PlanData, taken: Taken) -> str:
-    """Return a row for each collective, and the sums below."""
+    """Return a table with a row for each collective, and the sums below."""
     rows: list[tuple[str, ...]] = [("", "slot", "payload", "compute before", "wire", "exposed")]
     for c in plan.collectives:
         times = sum(taken.segments[c.index]), taken.wire[c.index], taken.exposed[c.index]

@@ -1,1 +1,1 @@
-"""Many ranks on one process: to try pipelines before there is a cluster."""
+"""Many ranks in one process: to try pipelines without a cluster."""

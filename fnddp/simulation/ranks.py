@@ -1,4 +1,4 @@
-"""Ranks as threads of this process, to test what needs several ranks without starting processes."""
+"""Ranks as threads of this process, to test code that needs several ranks without starting processes."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ class RankFailed(AssertionError):
     """A rank raised. The message begins with the first rank's error and its notes, and has its traceback.
 
     Attributes:
-        errors: The exception of each rank that raised, except of those that were ended because another one had.
+        errors: The exceptions by rank, without ranks that were ended because another one raised.
     """
 
     def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
@@ -36,8 +36,8 @@ class RankFailed(AssertionError):
 def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float = 180) -> list[Any]:
     """Run `fn(rank, *arguments)` on `n` threads, each a rank of a process group that lasts for this call.
 
-    A rank that raises ends the others, which may be waiting for it. This process must have no default process group;
-    make one call at a time.
+    A rank that raises ends the others, because they may be waiting for it. This process must not have a default process
+    group. Make one call at a time.
 
     Args:
         n: Number of ranks.
@@ -87,7 +87,7 @@ def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float 
             thread.start()
         for rank in _alive_after(threads, seconds):
             errors.setdefault(rank, TimeoutError(f"ran for {seconds} s"))
-        if errors:  # late ranks would meet those of the next call
+        if errors:  # late ranks would exchange with ranks of the next call
             ProcessLocalGroup.exception_handle(None)
             _alive_after(threads, GRACE_SECONDS)
     finally:
@@ -95,14 +95,14 @@ def run_threads(n: int, fn: Callable[..., Any], *arguments: Any, seconds: float 
         _uninstall_threaded_pg()
         _c10d._set_thread_isolation_mode(False)
     if errors:
-        # torch ends the ranks that wait for one that failed with a SystemExit.
+        # torch raises SystemExit in the ranks that wait for a failed one.
         own = {rank: errors[rank] for rank in sorted(errors) if not isinstance(errors[rank], SystemExit)} or errors
         raise RankFailed(_message(own), own)
     return results
 
 
 def _message(errors: dict[int, BaseException]) -> str:
-    """Return what the first rank raised, its notes and its traceback, and what others raised that differs from it."""
+    """Return the first rank's error, with its notes and traceback, and the different errors of other ranks."""
     said = {rank: "".join(traceback.format_exception_only(error)).strip() for rank, error in errors.items()}
     first, *others = said
     trace = traceback.TracebackException.from_exception(errors[first])

@@ -24,20 +24,20 @@ def simulate(sync: Sync | str, world_size: int, *, groups: Mapping[str, Division
     """Return a simulation of `sync` on `world_size` virtual ranks, a function of the stacked gradients of all ranks.
 
     The pipeline's own Python runs once, under a vmap over ranks: no processes, no threads, and no process group. Sums
-    are in rank order, so carriers (`allgather`, `two_shot`) and their codecs give the bits that `world_size` real ranks
-    get; for `allreduce`, whose ring adds in an order of its own, and for matrix products (`powersgd`), which are
-    computed for all ranks at once, they are equal up to rounding: see `docs/simulate.md`. The wrong choice to measure
-    time: see `fnddp.lower(...).estimate(link)`.
+    are in rank order, so carriers (`allgather`, `two_shot`) and their codecs return the same bits as on `world_size`
+    real ranks. Results of `allreduce` and of matrix products (`powersgd`) are equal up to rounding, because a real ring
+    adds in its own order, and products are computed for all ranks at once: see `docs/simulate.md`. The wrong choice to
+    measure time: see `fnddp.lower(...).estimate(link)`.
 
     Args:
         sync: The pipeline, or its text. It must not read values of tensors (`sync.traceable`).
-        world_size: The number of ranks, n. Memory and time grow with n: nothing is computed rank by rank.
-        groups: For pipelines over process groups with names, such as a hierarchy's: how each name divides the ranks,
-            `{"node": ((0, 1), (2, 3)), "rail": ((0, 2), (1, 3))}`; groups of one name are of equal size.
+        world_size: The number of ranks, n. Memory and time grow with n, because all ranks are computed at once.
+        groups: For pipelines over named process groups, such as a hierarchy's: the division of ranks by each name,
+            `{"node": ((0, 1), (2, 3)), "rail": ((0, 2), (1, 3))}`; groups of one name have equal sizes.
 
     Raises:
-        ValueError: The pipeline reads values or runs foreign code; a group is not known, or divides other ranks; or it
-            reduces over none of `groups`.
+        ValueError: The pipeline reads values or runs foreign code; a group is unknown, or divides other ranks; or the
+            pipeline does not reduce over any of `groups`.
 
     >>> from fnddp import allgather, error_feedback, topk
     >>> sim = simulate(error_feedback(topk(allgather, k=1)), world_size=2)
@@ -61,8 +61,8 @@ def simulate(sync: Sync | str, world_size: int, *, groups: Mapping[str, Division
 class Simulation:
     """A pipeline on n virtual ranks: see `simulate`. Call it like the pipeline, with gradients `[n, *shape]`.
 
-    States are the pipeline's own, except that `Local` tensors are `[n, *shape]`, a row for each rank. `Replicated`
-    parts are as on any one rank, and so are Python ints.
+    States are those of the pipeline, but `Local` tensors are `[n, *shape]`, a row for each rank. `Replicated` parts and
+    Python ints are as on a single rank.
     """
 
     sync: Sync
@@ -91,7 +91,7 @@ class Simulation:
         )
 
     def init(self, grads: Tree) -> State:
-        """Return the initial state, for a tree like all ranks' gradients, whose values are not read."""
+        """Return the initial state for a tree like all ranks' gradients; their values are not read."""
         leaves, spec = tree.flatten(grads)
         require_rows(leaves, self.world_size)
         first = tree.unflatten(spec, {path: leaf[0] for path, leaf in leaves.items()})
@@ -108,11 +108,11 @@ class Simulation:
             weight: For `weighted`, a number for each rank.
 
         Returns:
-            `mean` as on any one rank, `[*shape]` (`[n, *shape]` where it is not the same on all: `none`), without
-            leaves that have no update in this step; `sent`, a row for each rank; and the next state.
+            `mean` as on a single rank, `[*shape]` (`[n, *shape]` if it differs between ranks: `none`), without leaves
+            that have no update in this step; `sent`, a row for each rank; and the next state.
 
         Raises:
-            ValueError: A leaf has no row for each rank; the pipeline reads values of tensors; or a part marked
+            ValueError: A leaf lacks a row for each rank; the pipeline reads values of tensors; or a part marked
                 `Replicated` is not the same on all ranks.
             RuntimeError: Within torch.func.grad or jvp.
         """
@@ -122,7 +122,7 @@ class Simulation:
         # Row-major: under vmap a tensor cannot be asked for another memory format.
         values = [part.value.contiguous() if isinstance(part.value, Tensor) else part.value for part in named]
         rows = {i: value for i, (part, value) in enumerate(zip(named, values, strict=True)) if _is_local(part)}
-        noted: list[tuple[bool | None, Any]] = []  # whether a value is mapped, None if it is no tensor; the value
+        noted: list[tuple[bool | None, Any]] = []  # whether a value is mapped, None unless it is a tensor; the value
 
         def of_a_rank(rank: Tensor, leaves: Leaves, rows: dict[int, Tensor], weight: Tensor | None) -> list[Tensor]:
             own = [rows.get(i, value) for i, value in enumerate(values)]
@@ -150,7 +150,7 @@ class Simulation:
                     ) from error
                 raise
         results: list[tuple[bool, Any]] = []
-        for mapped, plain in noted:  # a number, or None for no update, leaves vmap as it is
+        for mapped, plain in noted:  # vmap does not change a number, or None for no update
             value = plain if mapped is None else next(made)
             results.append((bool(mapped), value.contiguous() if mapped else value if mapped is None else value[0]))
         n = len(leaves)
@@ -174,20 +174,20 @@ class Simulation:
     def __call__(
         self, grads: Tree, state: State, *, weight: Sequence[float] | Tensor | None = None
     ) -> tuple[Tree, State]:
-        """Return the mean of all ranks' gradients, `[n, *shape]` in any pytree, as on any one rank; and the next state.
+        """Return the mean of all ranks' gradients, `[n, *shape]` in any pytree, as on one rank; and the next state.
 
-        `weight` has a number for each rank: see `Sync.__call__`. For errors see there, and `exchange`.
+        `weight` has a number for each rank: see `Sync.__call__`. For errors see `Sync.__call__` and `exchange`.
         """
         leaves, spec = tree.flatten(grads)
         done = self.exchange(leaves, state, weight=weight)
         return tree.unflatten(spec, {path: done.mean.get(path) for path in leaves}), done.state
 
     def of_rank(self, state: State, rank: int) -> State:
-        """Return the state that `rank` would have, from which a real rank could go on; `fnddp.lower` takes it."""
+        """Return the state that `rank` would have: a real rank can continue from it, and `fnddp.lower` takes it."""
         return of_rank(state, rank)
 
     def of_ranks(self, states: Sequence[State]) -> State:
-        """Return the states of real ranks as one."""
+        """Combine the states of real ranks into a state of this simulation."""
         values = list(zip(*[[part.value for part in parts(state)] for state in states], strict=True))
         stacked = [
             torch.stack(value) if _is_local(part) else value[0]

@@ -29,10 +29,10 @@ class Trained(NamedTuple):
 
     Attributes:
         losses: Each rank's loss before each step, `[steps, n]`.
-        params: The parameters after the last step, in the tree of those given; with outer steps, between which ranks
-            have their own parameters, `[n, *shape]` leaves.
+        params: The parameters after the last step, in the tree of the given ones. With outer steps ranks have their own
+            parameters, and leaves are `[n, *shape]`.
         state: The simulation's state after the last step: see `fnddp.simulate`.
-        owned: With `weights`, those that owners keep, and the optimizer has; else `params`.
+        owned: With `weights`, the owners' own parameters, updated by the optimizer; else `params`.
     """
 
     losses: Tensor
@@ -57,32 +57,32 @@ def simulate_training(
     """Train one set of parameters on `world_size` virtual ranks: one vmap for all gradients, then `sync`, simulated.
 
     All ranks have the same parameters, so one set and one optimizer represent all. Each batch is a step. The numbers
-    depend on the arguments alone, and on torch's global seed where `loss_fn` draws random numbers. The wrong choice for
-    modules whose `forward` changes buffers (BatchNorm), and to measure time. See also
-    `fnddp.outer.simulate_training`, where ranks have their own parameters.
+    depend only on the arguments, and on torch's global seed if `loss_fn` draws random numbers. The wrong choice for
+    modules that change buffers in `forward` (BatchNorm), and to measure time. See also `fnddp.outer.simulate_training`,
+    where ranks have their own parameters.
 
     Args:
-        loss_fn: `loss_fn(params, *batch) -> loss`, a scalar: one rank's, on its batch. `torch.func.vmap` runs it, for
-            all ranks at once.
+        loss_fn: `loss_fn(params, *batch) -> loss`, a scalar: the loss of one rank on its batch. `torch.func.vmap` runs
+            it, for all ranks at once.
         params: Any pytree of floating-point tensors. They are not changed.
         batches: For each step a tuple of tensors `[n, batch, ...]`: a row for each rank.
         sync: The pipeline, or its text.
-        weights: What `fnddp.own` takes for weights: then `sync` takes gradients to owners, as there, and ranks compute
+        weights: The pipeline of weights, as in `fnddp.own`: `sync` then sends gradients to owners, and ranks compute
             with the weights that owners send back. Owners have whole leaves here.
         world_size: The number of ranks, n.
-        optimizer: Returns an optimizer for a list of tensors, `functools.partial(torch.optim.AdamW, lr=1e-3)`, or
-            several, each for a part of them; or
+        optimizer: A function that returns an optimizer for a list of tensors, `functools.partial(torch.optim.AdamW,
+            lr=1e-3)`, or several, each for a part of them. Pass exactly one of `optimizer` and `update`.
         update: `update(params, mean, memory) -> (params, memory)`, pure; `memory` is None in the first step, and
-            the mean of a leaf that has no update is, too. Exactly one of both.
-        ranks_at_once: Number of ranks whose gradients are computed at a time: fewer need less memory for activations.
-            The pipeline always runs for all at once, as its collectives connect them.
+            the mean is None for a leaf without an update.
+        ranks_at_once: Number of ranks in one computation of gradients: fewer need less memory for activations. The
+            pipeline always runs for all ranks at once, because its collectives connect them.
         groups: See `fnddp.simulate`.
 
     Raises:
-        ValueError: Both `optimizer` and `update`, or none, are given; a batch has no row for each rank; the mean of a
-            leaf is not the same on all ranks (`none`); `weights` goes with `update`; a leaf is in none of several
+        ValueError: Both or neither of `optimizer` and `update` are given; a batch lacks a row for each rank; the mean
+            of a leaf differs between ranks (`none`); `weights` is combined with `update`; a leaf is in none of several
             optimizers, or in two; or as in `fnddp.simulate`.
-        TypeError: `sync` or `weights` is none that `fnddp.own` takes.
+        TypeError: `fnddp.own` does not accept `sync` or `weights`.
 
     >>> from fnddp import allgather, error_feedback, sign
     >>> def loss_fn(params, x, y):
@@ -108,7 +108,7 @@ def simulate_training(
     if weights is not None:
         if optimizer is None:
             raise ValueError("simulate_training: weights come from owners, who have an optimizer; give one, not update")
-        # What owners have of whole leaves is what allgather gives to all, to the bit.
+        # Owners of whole leaves have, bit for bit, the results that allgather returns on all ranks.
         sync = with_halves(first_hop("simulate_training", sync), allgather)
         owners = _Owners(second_hop("simulate_training", weights), leaves)
     simulation = simulate(sync, world_size, groups=groups)
@@ -142,7 +142,7 @@ class _Owners:
         self._state = self._hop.init(_row_of(self.leaves))
 
     def sent(self, seen: Leaves) -> Leaves:
-        """Return what all ranks have next, from what they have."""
+        """Return the next weights of all ranks, from the ones that they have."""
         if not self._sends_differences:
             got, self._state = self._hop(_row_of(self.leaves), self._state)
             return {path: leaf.clone() for path, leaf in got.items()}
@@ -217,7 +217,7 @@ class LocalOptimizers:
 
 
 def _require_each_once(leaves: Leaves, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    if len(optimizers) == 1:  # which may be anything with a `step`
+    if len(optimizers) == 1:  # it may be any object with a `step`
         return
     given = Counter(id(p) for each in optimizers for group in each.param_groups for p in group["params"])
     for path, leaf in leaves.items():
@@ -229,7 +229,7 @@ def _require_each_once(leaves: Leaves, optimizers: Sequence[torch.optim.Optimize
 
 
 def _one_mean(leaves: Leaves, mean: Means) -> Means:
-    """Return the mean that all ranks have; over groups with names each has a row, and these must be equal."""
+    """Return the mean of all ranks; over named groups each rank has a row, and rows must be equal."""
     rows = {path: x for path, x in mean.items() if x is not None and x.shape != leaves[path].shape}
     if differ := tree.changed(rows, {path: x[:1].expand_as(x) for path, x in rows.items()}):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Find the pipeline with the shortest step among those that end near the plain mean's loss. See `fnddp tune`."""
+"""Find the pipeline with the shortest step among those with a final loss near the plain mean's. See `fnddp tune`."""
 
 import math
 import statistics
@@ -30,7 +30,7 @@ from fnddp.simulation.training import simulate_training
 from fnddp.transforms.memory import shared_momentum, without_momentum
 
 Batch: TypeAlias = tuple[Tensor, ...]
-Forward: TypeAlias = Callable[..., Any]  # a module, or a function that stands for one with other parameters
+Forward: TypeAlias = Callable[..., Any]  # a module, or a function that runs it with other parameters
 Loss: TypeAlias = Callable[[Forward, Batch], Tensor]
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -41,24 +41,24 @@ SIXTEEN_BITS = ("fp16(allreduce)", "bf16(allreduce)", "bf16(two_shot)")
 """Pipelines that compression has to beat: half of the bytes, for the price of a cast."""
 
 SAME = 1e-4
-"""Losses whose relative difference is smaller count as equal: rounding alone makes such differences."""
+"""Losses with a smaller relative difference count as equal: rounding alone makes such differences."""
 
 SMALL = 1 << 20
-"""Elements of a model below which more threads than one do not make a training faster, and where other processes take
-their cores, make it many times as slow."""
+"""Elements of a model below which several threads do not make training faster; if other processes use their cores, they
+make it many times as slow."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What `tune` compares: means, or both hops of owners.
+    """A kind of pipelines that `tune` compares: means, or both hops of owners.
 
     Attributes:
-        plain: What loses nothing, which others have to match.
+        plain: The lossless pipeline; others must match its loss.
         called: The same in words.
-        halves: Those that send 16 bits.
-        chooser: What chooses one without a training.
-        safe: Returns those that lose nothing in a study.
-        use: How to use one, with `{}` in the place of its texts.
+        halves: The pipelines that send 16 bits.
+        chooser: The name of the automatic choice, made without training.
+        safe: A function that returns the pipelines without a loss in a study.
+        use: The code that uses one, with `{}` for its texts.
     """
 
     plain: str
@@ -98,7 +98,7 @@ CANDIDATES_OF_HOPS = (
 )
 
 Way: TypeAlias = Sync | Hops
-"""What a training is done with: a pipeline of means, or both hops of owners."""
+"""The pipeline of a training: a mean, or both hops of owners."""
 
 
 def way_of(text: str, *, own: bool) -> Way:
@@ -124,7 +124,7 @@ def way_of(text: str, *, own: bool) -> Way:
 
 
 def text_of(way: Way) -> str:
-    """Return the text of which `way_of` makes the same."""
+    """Return the text from which `way_of` makes `way`: its inverse."""
     return ", ".join(map(repr, syncs_of(way)))
 
 
@@ -135,17 +135,17 @@ def syncs_of(way: Way) -> tuple[Sync, ...]:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, batches and a loss: what all commands take, and `tune`.
+    """A model, batches and a loss: the input of `tune` and of all commands.
 
     Attributes:
-        build: Makes a new module. Its initial values are a function of torch's global seed.
-        loss: `loss(forward, batch)`: a rank's mean loss, a scalar. It calls `forward` as it would the module.
+        build: A function that makes a new module. Its initial values depend on torch's global seed.
+        loss: `loss(forward, batch)`: a rank's mean loss, a scalar. It calls `forward` like the module.
         batch: `batch(rank, ranks, generator)`: the next batch of one of `ranks` ranks.
-        optimizer: Makes one for a list of tensors, in the order of the module's parameters, with `lr` for another
-            learning rate; or several, each for a part of the list, such as Muon for matrices and AdamW for the rest.
-        quality: Takes the trained module, or a function in its place, in eval mode, and returns the final loss; None
-            for the mean of the training losses in the last tenth of the steps.
-        accuracy: Takes the same, and returns the share of held-out data that is classified correctly; None without.
+        optimizer: A function that makes one for a list of tensors, in the order of the module's parameters, with `lr`
+            for another learning rate; or several, each for a part, such as Muon for matrices and AdamW for the rest.
+        quality: A function that takes the trained module, or a function in its place, in eval mode, and returns the
+            final loss; None for the mean of the training losses in the last tenth of the steps.
+        accuracy: A function of the same that returns the share of held-out data classified correctly; None without it.
     """
 
     build: Callable[[], nn.Module]
@@ -156,7 +156,7 @@ class Problem:
     accuracy: Callable[[Forward], float] | None = None
 
     def make(self, seed: int) -> nn.Module:
-        """Make a new module, a function of `seed` alone."""
+        """Make a new module that depends only on `seed`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.build()
@@ -183,14 +183,14 @@ def trained(module: nn.Module) -> Leaves:
 
 
 def standing_for(module: nn.Module, params: Any) -> Forward:
-    """Return a function that stands for `module` with other parameters."""
+    """Return a function that runs `module` with other parameters."""
     return lambda *inputs: functional_call(module, params, inputs)
 
 
 def final_loss(
     problem: Problem, way: Way, n: int, seed: int, steps: int, tell: Callable[[int], None] = lambda step: None
 ) -> float:
-    """Return the final loss of a training with `way` on `n` virtual ranks; `tell` is called before each step."""
+    """Return the final loss of a training with `way` on `n` virtual ranks; call `tell` before each step."""
     model = problem.make(seed)
 
     def batches() -> Iterator[Batch]:
@@ -199,7 +199,7 @@ def final_loss(
             yield batch
 
     sync, *weights = syncs_of(way)
-    # Fused attention has no rule for vmap, which would run it rank by rank, and warn.
+    # Fused attention has no rule for vmap: vmap would run it rank by rank, and warn.
     with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
         torch.manual_seed(seed)
         done = simulate_training(
@@ -218,7 +218,7 @@ def final_loss(
 
 
 def _optimizers(problem: Problem, sync: Sync, params: list[Tensor]) -> list[torch.optim.Optimizer]:
-    """Return those of `problem`: without a momentum of their own, behind a pipeline that gives one."""
+    """Return the optimizers of `problem`; without momentum of their own if the pipeline has momentum."""
     made = several(problem.optimizer(params))
     for each in all_in(sync):
         if isinstance(each, shared_momentum):
@@ -233,11 +233,11 @@ STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Student's t at 95 %, by degrees of freedom from 1 on; 2.1 beyond."""
 
 MOST_SEEDS = 30
-"""Trainings with each pipeline that are worth proposing."""
+"""The largest number of trainings with each pipeline that is worth proposing."""
 
 
 class Gap(NamedTuple):
-    """What a pipeline's final losses are above the plain mean's, by seed: pairs have their parameters and batches."""
+    """A pipeline's final losses minus the plain mean's, by seed: both trained from the same parameters and batches."""
 
     gaps: tuple[float, ...]
 
@@ -253,19 +253,19 @@ class Gap(NamedTuple):
 
     @property
     def half(self) -> float:
-        """Half of the interval in which the mean over all seeds lies, with 95 % confidence, by Student's t."""
+        """Half the width of the 95 % confidence interval of the mean over all seeds, by Student's t."""
         return self._half(len(self.gaps))
 
     def is_within(self, most: float) -> bool:
-        """Return True if seeds rule out that the mean is above `most`."""
+        """Return True if the seeds show with confidence that the mean is at most `most`."""
         return not any(self.gaps) or self.mean + self.half <= most
 
     def is_above(self, most: float) -> bool:
-        """Return True if seeds rule out that the mean is at most `most`, or a training diverged."""
+        """Return True if the seeds show with confidence that the mean is above `most`, or a training diverged."""
         return not math.isfinite(self.mean) or self.mean - self.half > most
 
     def seeds_to_tell(self, most: float) -> int | None:
-        """Return how many seeds would tell, if mean and spread stayed as they are; None for too many."""
+        """Return how many seeds would decide, if mean and spread did not change; None for too many."""
         if len(self.gaps) < 2:
             return 3
         more = range(len(self.gaps) + 1, MOST_SEEDS + 1)
@@ -286,7 +286,7 @@ class Outcome:
     Attributes:
         pipeline: The pipeline, as text.
         wire_bytes: Bytes that one rank passes to its collectives in a step, the mean over a period after all warm-ups.
-        link_bytes: Bytes that one rank sends over its link in a step, likewise.
+        link_bytes: Bytes that one rank sends over its link in a step, the same mean.
         step: The predicted steps of such a period.
         losses: The final loss, by seed.
     """
@@ -332,10 +332,10 @@ class Tuned:
     """The findings of `tune`.
 
     Attributes:
-        outcomes: Of each pipeline, the fastest first.
-        compute: Forward and backward, as measured.
+        outcomes: The outcome of each pipeline, the fastest first.
+        compute: Measured times of forward and backward.
         within: Largest excess of a loss over the plain mean's that is good enough, in units of the loss.
-        chosen: The choice of `sync="auto"` or `choose_owned` on the link; None without Muon, which the latter needs.
+        chosen: The choice of `sync="auto"` or `choose_owned` on the link; None if `choose_owned` lacks Muon.
         among: The pipelines that may win; None for all.
         kind: Means, or both hops of owners.
     """
@@ -357,32 +357,32 @@ class Tuned:
         return self.of(self.kind.plain)
 
     def gap(self, of: Outcome) -> Gap:
-        """Return what the losses of `of` are above the plain mean's."""
+        """Return the losses of `of` minus the plain mean's."""
         return Gap(tuple(loss - mean for loss, mean in zip(of.losses, self.mean.losses, strict=True)))
 
     @property
     def good(self) -> tuple[Outcome, ...]:
-        """Outcomes whose loss is surely within, the fastest first; none where the plain mean diverged."""
+        """Outcomes with a loss surely within, the fastest first; empty if the plain mean diverged."""
         is_known = math.isfinite(self.mean.loss)
         return tuple(each for each in self.outcomes if is_known and self.gap(each).is_within(self.within))
 
     @property
     def unclear(self) -> tuple[Outcome, ...]:
-        """Outcomes for which seeds do not tell whether their loss is within."""
+        """Outcomes with too few seeds to decide whether their loss is within."""
         is_known, good = math.isfinite(self.mean.loss), self.good
         gaps = [(each, self.gap(each)) for each in self.outcomes if is_known and each not in good]
         return tuple(each for each, gap in gaps if not gap.is_above(self.within))
 
     @property
     def pareto(self) -> tuple[Outcome, ...]:
-        """Outcomes that no other beats in time and loss."""
+        """Outcomes that are not beaten by another in time and loss."""
         return tuple(each for each in self.outcomes if not any(other.beats(each) for other in self.outcomes))
 
     @property
     def winner(self) -> Outcome | None:
-        """The fastest pipeline whose loss is surely within; None if losses do not decide.
+        """The fastest pipeline with a loss surely within; None if losses do not decide.
 
-        Of those that differ from it by less than `MARGIN`: the choice of `sync="auto"`, the plain mean, or a cast.
+        Within `MARGIN` of its time, the choice of `sync="auto"`, the plain mean or a cast wins, in this order.
         """
         best = self._best
         return None if best is None or self._doubtful else best
@@ -400,14 +400,14 @@ class Tuned:
 
     @property
     def _doubtful(self) -> list[Outcome]:
-        """Outcomes of which it matters whether their loss is within, and seeds do not tell."""
+        """Unclear outcomes that could change the winner."""
         best, unclear = self._best, [*filter(self._may_win, self.unclear)]
         faster = [each for each in unclear if best and each.seconds < (1 - MARGIN) * best.seconds]
         return [each for each in unclear if each in faster or each.pipeline == self.chosen]
 
     @property
     def verdict(self) -> str:
-        """The winner in words, and by how much it is faster; or why there is none, and what to raise."""
+        """The winner in words, and its speed-up; or the reason why there is no winner, and which option to raise."""
         best, kind = self.winner, self.kind
         if best is None:
             return f"Undecided: {self.doubt}"
@@ -426,7 +426,7 @@ class Tuned:
 
     @property
     def doubt(self) -> str | None:
-        """The reason why the losses do not decide, and what to raise; None if they do."""
+        """The reason why the losses do not decide, and which option to raise; None if they do."""
         if not math.isfinite(self.mean.loss):
             return f"training with {self.kind.called} diverged; lower --rate"
         if not self._doubtful:
@@ -444,7 +444,7 @@ class Tuned:
 
     @property
     def notes(self) -> list[str]:
-        """How the verdict and the choice of `sync="auto"` agree, and what is faster here and may not win."""
+        """Notes that compare the winner with the choice of `sync="auto"`, or name faster pipelines that may not win."""
         takes, best = f"{self.kind.chooser} takes {self.chosen} on this link", self.winner
         if self.chosen is None:
             notes = list[str]()
@@ -484,8 +484,8 @@ def tune(
     Always includes the plain mean, 16-bit wires and the choice of `sync="auto"`; with `own` exact hops, hops of 16 bits
     and the choice of `fnddp.choose_owned`. Losses are simulated (`fnddp.simulate_training`). Times are predicted
     (`Plan.predict`) from forward, backward and each segment, measured here on one rank's batch, without the optimizer.
-    The wrong choice at a learning rate that is not the plain mean's best, as all train at it; for a cluster with other
-    processors or shared ones; if losses differ only later; and for warm-ups, which no predicted time includes.
+    The wrong choice at a learning rate that is not the plain mean's best, because all pipelines train at it; for a
+    cluster with other or shared processors; if losses differ only later; and for warm-ups: predicted times omit these.
 
     Args:
         problem: The model, batches and loss.
@@ -497,8 +497,8 @@ def tune(
         seeds: Seeds of the initial parameters and batches; each pipeline is trained once with each seed.
         within: Largest excess over the plain mean's loss that is good enough: in units of the loss, such as 0.01 nats,
             or, as text, relative to that loss, such as "1%".
-        bucket_cap_mb: MiB of gradients whose payloads are joined; hops of owners have the default of `own`.
-        threads: Number of threads of a rank, while it is timed.
+        bucket_cap_mb: MiB of gradients in one message; hops of owners use the default of `own`.
+        threads: Number of threads of a rank during timing.
         among: The pipelines that may win; None for all.
         tell: Callback before each timing and each training step: a description, the number of timings or steps done,
             and their total.
@@ -506,8 +506,8 @@ def tune(
 
     Raises:
         TypeError: `fnddp.own` does not take a hop or an optimizer.
-        ValueError: A pipeline does not parse, does not fit, names a group, or takes no mean; there is no step or no
-            seed; `within` is negative; a warm-up is as long as the training.
+        ValueError: A pipeline does not parse, does not fit, names a group, or is not a mean; there are no steps or no
+            seeds; `within` is negative; a warm-up is as long as the training.
         LoweringError: A pipeline has no plan.
     """
     if checked_int("tune: steps", steps) < 1 or checked_int("tune: ranks", ranks) < 1:
@@ -528,7 +528,7 @@ def tune(
         _require_mean(sync)
         _require_warm(sync, steps, own=own)
     for way in ways.values():
-        _optimizers(problem, syncs_of(way)[0], [*leaves.values()])  # which may not fit it
+        _optimizers(problem, syncs_of(way)[0], [*leaves.values()])  # raises if they do not fit
     with on_threads(threads):
         tell("timing forward and backward", 0, len(ways))
         compute = measure_backward(problem.loss_of(model), leaves, *(part[0] for part in batch))
@@ -561,10 +561,10 @@ def tune(
 
 
 def most_of(within: float | str) -> tuple[float, bool]:
-    """Return the number that `within` is, and True if it is relative: of 0.01, "0.01" or "1%".
+    """Return `within` (0.01, "0.01" or "1%") as a number, and True if it is relative.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: `within` has another form.
 
     >>> most_of("1%"), most_of(0.01)
     ((0.01, True), (0.01, False))
@@ -596,12 +596,12 @@ def _costs_of_hops(
     n: int,
     compute: Compute,
 ) -> Callable[[str], Outcome]:
-    """Return what costs a step with both hops that a text of `ways` names; it measures each hop's segments once."""
+    """Return a function of a text in `ways` that returns the cost of a step; it measures each hop's segments once."""
     hops = {
         text: Pair(repr(way.gradients), repr(way.weights)) for text, way in ways.items() if not isinstance(way, Sync)
     }
     plans = owned_plans("tune", model, optimizers, [*hops.values()], n, device=None) if hops else {}
-    segments: dict[int, tuple[float, ...]] = {}  # of hops, which several pairs may have
+    segments: dict[int, tuple[float, ...]] = {}  # by hop, because pairs may share hops
 
     def timed(plan: Plan) -> tuple[float, ...]:
         if id(plan) not in segments:
@@ -611,7 +611,7 @@ def _costs_of_hops(
     def cost_of(text: str) -> Outcome:
         first, back = plans[hops[text]]
         step = first.predict(link, replace(compute, segments=timed(first)))
-        for plan in back:  # behind nothing
+        for plan in back:  # it overlaps with no backward
             step = step.followed_by(plan.predict(link, Compute(segments=timed(plan))))
         return Outcome(text, step.wire_bytes, step.link_bytes, MeanStepCost(((step, 1),)), ())
 
@@ -619,7 +619,7 @@ def _costs_of_hops(
 
 
 def _chosen_hops(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], link: Links, ranks: int) -> str | None:
-    """Return what `choose_owned` takes; None without Muon, with which its losses were measured."""
+    """Return the choice of `choose_owned`; None without Muon, because its losses were measured with Muon."""
     if not any(map(is_muon, optimizers)):
         return None
     return text_of(choose_owned(model, optimizers, link, world_size=ranks))

@@ -19,9 +19,9 @@ from fnddp.transforms.powersgd import powersgd
 class bucketize(Sync):
     """Lay out leaves of one dtype and device in flat one-dimensional buffers, and exchange the buffers.
 
-    Buckets are filled in the reverse order of paths, which is the same on all ranks and close to the order of backward.
+    Buckets are filled in the reverse order of paths: it is the same on all ranks and close to the order of backward.
     A bucket is closed once it holds the cap, as in torch's DDP. Its name is that of its first and last leaf, so inner
-    state is keyed by leaf paths. The wrong choice around `powersgd`, which needs matrices: write
+    state is keyed by leaf paths. The wrong choice around `powersgd`, because it needs matrices: write
     `powersgd(bucketize(...))`.
 
     The caps set the input of the inner pipeline, such as a codec's blocks; plans join messages in buckets of their own
@@ -138,8 +138,8 @@ def batched_powersgd(
 ) -> Sync:
     """Return `powersgd` of each flattened bucket as one square matrix: torch's `batched_powerSGD_hook`.
 
-    Faster than `powersgd` (two products a bucket), usually much less accurate, because bucketing destroys the low-rank
-    structure of rows and columns. Try `powersgd` first, and this only where rank 1 is good enough.
+    Faster than `powersgd` (two products a bucket), but usually much less accurate, because bucketing destroys the
+    low-rank structure of rows and columns. Try `powersgd` first; use this one only where rank 1 is good enough.
 
     Args:
         inner: The pipeline of the factors.

@@ -37,7 +37,7 @@ class cast(Carrying):
 
     `fp16(powersgd(allreduce))` casts gradients and compresses the result; `powersgd(fp16(allreduce))` compresses in
     full precision and casts only the factors. The wrong choice where gradients exceed the range of the dtype: such a
-    value becomes infinite, and so does its mean on every rank; in `error_feedback` its residual is NaN from then on.
+    value and its mean become infinite on every rank, and its residual in `error_feedback` is NaN from then on.
     `check=True` raises instead. Complex leaves are cast as pairs of real numbers. Integer and bool leaves are not cast.
 
     Args:
@@ -46,8 +46,8 @@ class cast(Carrying):
             names the leaves. For debugging: it reads values, so it cannot be traced.
         rounding: "nearest" (ties to even), or, for float16 and bfloat16, "stochastic": to one of the two neighbours of
             an element, so that its expectation is the element (of float64, after rounding to float32). Around a
-            carrier, which adds in float32, means are then unbiased; an `allreduce` still rounds its own sums to
-            nearest. Ranks draw different numbers, except those that do the same exchange over other groups.
+            carrier, because carriers add in float32, means are then unbiased; an `allreduce` still rounds its sums to
+            nearest. Ranks draw different numbers, except ranks that do the same exchange over other groups.
         seed: Seed of stochastic rounding.
 
     >>> from fnddp import allreduce
@@ -212,8 +212,8 @@ def _real(leaf: Tensor) -> Tensor:
 
 
 def _rounded_at_random(x: Tensor, dtype: torch.dtype, key: Key) -> Tensor:
-    # The carry of random bits into those that are kept is as likely as the bits that are cut are large. Scaled by a
-    # power of two, the numbers between which float32 and `dtype` have less bits begin at the same place.
+    # Adding random bits carries into the kept bits with a probability proportional to the bits that are cut. After
+    # scaling by a power of two, float32 and `dtype` become subnormal at the same magnitude.
     kept = torch.finfo(dtype)
     scale, cut = kept.smallest_normal / 2.0**LOWEST, MANTISSA + round(math.log2(kept.eps))
     wide = x.float() / scale

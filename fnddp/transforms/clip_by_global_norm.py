@@ -15,13 +15,13 @@ _EPSILON = 1e-6  # torch's
 
 @transform
 class clip_by_global_norm(Sync):
-    """Scale the mean down to a Euclidean norm of `max_norm` over all of its leaves, where it is longer.
+    """Scale the mean down to a Euclidean norm of `max_norm` over all of its leaves, if its norm is larger.
 
     It has the effect of `torch.nn.utils.clip_grad_norm_` on synchronized gradients, with the same factor on all ranks.
     The norm is computed in float32, or wider where a leaf is. Integer leaves are neither counted nor scaled. A mean
     with NaN or infinite values is returned unchanged. `inner` must give all ranks the same mean.
 
-    The wrong choice inside memory, which would send the clipped part later: put it outside; and where gradients are
+    The wrong choice inside memory, because memory sends the clipped part later: put it outside; and where gradients are
     accumulated over several synchronized backwards, or are scaled by a loss scaler.
 
     Args:

@@ -1,4 +1,4 @@
-"""Memory: transforms that keep something of earlier steps: what a lossy pipeline has lost, or a momentum."""
+"""Memory: transforms that keep values of earlier steps: the error of a lossy pipeline, or a momentum."""
 
 import math
 from collections.abc import Callable
@@ -27,9 +27,9 @@ from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
 
 
 class Memory(Sync):
-    """A pipeline whose state holds tensors for each leaf, in its shape and in float32 or wider; none for integers.
+    """A pipeline with state tensors for each floating-point or complex leaf, in its shape and in float32 or wider.
 
-    It wraps no other memory, which would add the same losses twice; only `shared_momentum` does.
+    It must not wrap another memory, because both would add the same losses; only `shared_momentum` may.
     """
 
     inner: Sync
@@ -55,7 +55,7 @@ class Memory(Sync):
 
 
 def _remembered(owner: Sync, leaves: Leaves, *entries: Leaves) -> list[str]:
-    """Return the paths of leaves that hold fractions, for which all `entries` have one in the state of `owner`."""
+    """Return the paths of inexact (float or complex) leaves; raise unless all `entries` of the state have them."""
     shapes = {path: leaf.shape for path, leaf in leaves.items() if is_inexact(leaf)}
     for each in entries:
         check_entries(type(owner).__name__, each, shapes)
@@ -65,8 +65,8 @@ def _remembered(owner: Sync, leaves: Leaves, *entries: Leaves) -> list[str]:
 class ErrorFeedbackState(NamedTuple):
     """`residual`: losses of earlier exchanges on this rank, by leaf path.
 
-    `scale`: with `residual="int8"`, by leaf path, the factors by which the int8 numbers of `residual` are multiplied:
-    one for each block; else empty.
+    `scale`: with `residual="int8"`, the factors of the int8 numbers in `residual` by leaf path, one for each block;
+    else empty.
     """
 
     residual: Local[Remembered[Leaves]]
@@ -92,7 +92,7 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_int8(q: Tensor, scale: Tensor) -> Tensor:
-    """Return the numbers that `to_int8` has rounded, in the dtype of `scale`."""
+    """Return the numbers that `to_int8` encoded, after its rounding, in the dtype of `scale`."""
     blocks = layout.in_rows(q.reshape(-1), scale.numel()).to(scale.dtype) * scale.unsqueeze(1)
     return shortened(blocks.reshape(-1), q.numel()).reshape(q.shape)
 
@@ -102,12 +102,12 @@ def _blocks_of(x: Tensor) -> int:
 
 
 def widened(state: State) -> State:
-    """Return `state` with int8 residuals of `error_feedback` as real numbers; their scales stay, for `narrowed`."""
+    """Return `state` with int8 residuals of `error_feedback` as floats; it keeps their scales for `narrowed`."""
     return _of_residuals(lambda x, scale: (from_int8(x, scale), scale), state)
 
 
 def narrowed(state: State) -> State:
-    """Return `state`, with residuals by `widened`, in int8 again."""
+    """Return `state` with the residuals that `widened` converted in int8 again."""
     return _of_residuals(lambda x, scale: to_int8(x), state)
 
 
@@ -127,23 +127,23 @@ def _of_residuals(fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], state: 
 
 @transform
 class error_feedback(Memory):
-    """Add to each gradient what earlier exchanges lost of it on this rank.
+    """Add the errors of this rank's earlier exchanges to each gradient.
 
     With e the residual and g the gradient: x = g + decay * e; exchange x; e = x - sent. `sent` accounts for all losses
-    of `inner`, so the sum of all outputs plus the mean residual equals the sum of all mean gradients (with decay 1, and
-    but for the rounding of sums in 16 bits). Biased compressors (PowerSGD, top-k, sign) converge with it, at the price
+    of `inner`. So the sum of all outputs plus the mean residual equals the sum of all mean gradients, with decay 1 and
+    except for the rounding of sums in 16 bits. Biased compressors (PowerSGD, top-k, sign) converge with it, at the cost
     of one more copy of the gradients. The wrong choice around a lossless pipeline: it costs memory and does nothing.
 
     Args:
-        decay: Factor on the residual, in [0, 1]. Lower forgets faster; below 1 the sum above no longer telescopes.
-        residual: "float32" (float64 for such gradients), or "int8": about 1 byte of memory an element in place of 4,
-            with a scale for each block of at most 128. In each step that loses up to half a level of an element, 1/254
-            of the largest residual in its block, for good; an element that stays smaller is never sent. The wrong
+        decay: Factor on the residual, in [0, 1]. Lower forgets faster; below 1 the equality above no longer holds.
+        residual: "float32" (float64 for float64 gradients), or "int8": about 1 byte of memory an element instead of 4,
+            with a scale for each block of at most 128. Each step then loses up to half a level of each element for
+            good, 1/254 of the largest residual in its block; an element that stays smaller is never sent. The wrong
             choice around codecs that hold few elements back for long (`topk`).
 
-    Source: Seide et al., "1-Bit SGD", Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2; the local form
-    of the residual as in PowerSGD, NeurIPS 2019, Algorithm 2 (torch's hook keeps `input - mean`, whose norm grows). Its
-    8 bits: Xie et al., "LoCo", arXiv 2407.04480, without its moving average (see `decay`) and resets.
+    Source: Seide et al., "1-Bit SGD", Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2. The residual is
+    local as in PowerSGD, NeurIPS 2019, Algorithm 2 (torch's hook keeps `input - mean`; its norm grows). The int8
+    residual: Xie et al., "LoCo", arXiv 2407.04480, without its moving average (see `decay`) and resets.
 
     >>> from fnddp import allreduce, bf16
     >>> sync = error_feedback(bf16(allreduce))
@@ -178,7 +178,7 @@ class error_feedback(Memory):
         return replaced(inner, state=ErrorFeedbackState(residual, scale, inner.state))
 
     def residuals(self, leaves: Leaves, state: ErrorFeedbackState) -> Leaves:
-        """Return what `state` keeps of each leaf that holds fractions, in float32 or wider."""
+        """Return the residuals of floating-point and complex leaves in `state`, in float32 or wider."""
         if self.residual == "float32":
             check_entries("error_feedback", state.scale, {})
             return {path: state.residual[path] for path in _remembered(self, leaves, state.residual)}
@@ -207,28 +207,28 @@ class MomentumCorrectionState(NamedTuple):
 
 @transform
 class momentum_correction(Memory):
-    """Accumulate momentum, not gradients, until they are sent, as deep gradient compression does.
+    """Accumulate momentum instead of gradients until elements are sent, as deep gradient compression does.
 
-    With g the gradient: u = momentum * u + g; v = v + u; exchange v; v = v - sent; and, masking, u = 0 where something
-    was sent. It is memory itself: no `error_feedback` around it or in it, and an optimizer *without* momentum
-    after it, `torch.optim.SGD(params, lr)`.
+    With g the gradient: u = momentum * u + g; v = v + u; exchange v; v = v - sent; with `masking`, also u = 0 for
+    elements that were sent. It is memory itself: use no `error_feedback` around it or in it, and an optimizer *without*
+    momentum, `torch.optim.SGD(params, lr)`.
 
-    Error feedback sends a sum of gradients, to which an optimizer's momentum is applied at once; here each element gets
-    the momentum that it would have had. Masking forgets the momentum of sent elements, which is stale by then. The
-    wrong choice for Adam and its kin, and, masking, for dense compressors (PowerSGD, sign, casts), which send something
-    of everything: give those `masking=False`. Over `two_shot` the owner's elements also count as sent where its second
-    hop has lost something.
+    Error feedback sends a sum of gradients, and the optimizer applies its momentum to the sum at once; here each
+    element gets the momentum that it would have had without delay. Masking forgets the momentum of sent elements,
+    because it is stale by then. The wrong choice for Adam and similar optimizers. Dense compressors (PowerSGD, sign,
+    casts) send a part of every element: use `masking=False` with them. Over `two_shot`, elements with an error in the
+    second hop also count as sent on their owner.
 
-    Without compression and masking the outputs are the steps of SGD with momentum; with masking those of plain SGD.
+    Without compression, the outputs are the steps of SGD with momentum, or with `masking` those of plain SGD.
 
     Args:
-        inner: The sparse pipeline: `topk(allgather, ratio=0.001)`. Put a warm-up of the ratio in here
-            too, so that u and v stay: `warmup(topk(allgather, ratio=0.001), 100, before=topk(allgather, ratio=0.25))`.
+        inner: The sparse pipeline: `topk(allgather, ratio=0.001)`. Put a warm-up of the ratio here as well, to
+            keep u and v: `warmup(topk(allgather, ratio=0.001), 100, before=topk(allgather, ratio=0.25))`.
         momentum: In [0, 1). Higher remembers longer; 0 is error feedback.
         masking: Set the momentum of sent elements to zero ("momentum factor masking").
 
     Source: Lin et al., "Deep Gradient Compression", ICLR 2018, Algorithms 1 and 4, sections 3.1 to 3.3. Deviations:
-    v keeps what the wire rounds of the values that are sent, where the paper zeroes v; no clipping of local gradients.
+    v keeps the rounding error of values that are sent, where the paper zeroes v; no clipping of local gradients.
 
     >>> from fnddp import allgather, topk
     >>> sync = momentum_correction(topk(allgather, k=1), momentum=0.5)
@@ -262,7 +262,7 @@ class momentum_correction(Memory):
 
 
 class EF21State(NamedTuple):
-    """`h`: the others' estimate of this rank's gradient, by leaf path. `mean_h`: its mean over ranks, the paper's g.
+    """`h`: the estimate of this rank's gradient, by leaf path. `mean_h`: its mean over ranks, the paper's g.
 
     `v`: the running mean of this rank's gradients (empty where eta is 1).
     """
@@ -275,18 +275,18 @@ class EF21State(NamedTuple):
 
 @transform
 class ef21(Memory):
-    """Send compressed differences: all ranks hold an estimate of each rank's gradient, and step along their mean.
+    """Send compressed differences to an estimate of each rank's gradient, and return the mean of the estimates.
 
     With h the estimate, g the gradient and C the compressor `inner`: v = (1 - eta) v + eta g; c = C(v - h); h = h + c;
-    the output is the mean of h over ranks, which is kept as the sum of all mean c. Where gradients settle, differences
-    and losses vanish: unlike error feedback it converges with a constant step under gradients that differ between
-    ranks. With stochastic gradients take eta below 1 (EF21-SGDM), or their noise travels and is compressed in every
-    step.
+    the output is the mean of h over ranks, stored as the sum of all mean c. Where gradients settle, differences and
+    losses vanish. So, unlike error feedback, it converges with a constant step even if gradients differ between ranks.
+    With stochastic gradients take eta below 1 (EF21-SGDM); otherwise their noise is compressed and sent in every step.
 
-    The wrong choice: around lossless pipelines; for gradients that change wholly from step to step; and around sums in
-    16 bits such as `bf16(allreduce)`, whose rounding is in the mean but in no rank's h, so that the sum of all mean c
-    drifts from the mean of h. Carriers (`allgather`, `two_shot`) add in float32. `inner` gets differences in float32
-    or wider: send 16 bits with `topk(bf16(allgather))`. Float32 drifts by about 6e-8 of h times the root of the steps.
+    The wrong choice: around lossless pipelines; for gradients that change completely from step to step; and around sums
+    in 16 bits such as `bf16(allreduce)`, because their rounding changes the mean but no rank's h, so that the sum of
+    all mean c drifts from the mean of h. Carriers (`allgather`, `two_shot`) add in float32. `inner` gets differences in
+    float32 or wider: send 16 bits with `topk(bf16(allgather))`. In float32 the drift is about 6e-8 of h times the
+    square root of the number of steps.
 
     Args:
         inner: The compressor: `topk(allgather, ratio=0.01)`, `powersgd(allreduce)`, `sign(two_shot)`.
@@ -294,7 +294,7 @@ class ef21(Memory):
 
     Source: Richtarik, Sokolov and Fatkhullin, "EF21", NeurIPS 2021, Algorithm 2; with eta below 1 Fatkhullin, Tyurin
     and Richtarik, "Momentum provably improves error feedback!", NeurIPS 2023, Algorithm 1. Deviation: h and v begin
-    at zero, where the latter begins with a batch's gradient, so the first 1 / eta outputs are shorter.
+    at zero, not with a batch's gradient as in the latter paper, so the first 1 / eta outputs are shorter.
 
     >>> from fnddp import allgather, topk
     >>> sync = ef21(topk(allgather, k=1))
@@ -334,7 +334,7 @@ class ef21(Memory):
 
 
 class SharedMomentumState(NamedTuple):
-    """`momentum`: that of all ranks, by leaf path."""
+    """`momentum`: the momentum of the mean, the same on all ranks, by leaf path."""
 
     momentum: Replicated[Remembered[Leaves]]
     inner: State
@@ -342,19 +342,19 @@ class SharedMomentumState(NamedTuple):
 
 @transform
 class shared_momentum(Sync):
-    """Send momentum in place of gradients, for an optimizer behind it that has no momentum of its own.
+    """Send momentum instead of gradients, for an optimizer without momentum of its own.
 
     With m the momentum, the same on all ranks, and g the gradient: exchange beta * m + (1 - beta) * g; the mean is the
-    next m, and the output. It changes slowly, and most of it is known on all ranks, so codecs lose less of it: under
-    Adam, which divides each step by the size of its gradients, put `error_feedback` *inside*,
-    `shared_momentum(error_feedback(sign(allgather)))`. Without losses it is momentum as Adam computes it, but for the
-    correction of its bias: m begins at zero, and the first 1 / (1 - beta) outputs are shorter.
+    next m, and the output. Momentum changes slowly, and all ranks know most of it, so codecs lose less of it. Adam
+    divides each step by the size of its gradients: for Adam, put `error_feedback` *inside*,
+    `shared_momentum(error_feedback(sign(allgather)))`. Without losses it is momentum as Adam computes it, except for
+    the correction of bias: m begins at zero, and the first 1 / (1 - beta) outputs are shorter.
 
     The optimizer: see `without_momentum`. For clipping, weight decay and warm-up see `docs/memory.md`.
 
-    The wrong choice in front of an optimizer with a momentum of its own; around what does not keep the scale of its
-    input (`majority_vote`, `sign` with `scale="none"`), in which gradients no longer count; and where `.grad` is added
-    up over synchronized backwards (`no_sync` is right). Other transforms belong inside: a `warmup` outside would
+    The wrong choice for an optimizer with momentum of its own; around pipelines that do not keep the scale of their
+    input (`majority_vote`, `sign` with `scale="none"`), because gradients no longer count there; and where `.grad` is
+    added up over synchronized backwards (use `no_sync`). Other transforms belong inside: a `warmup` outside would
     begin with gradients, a `partition` outside would leave some leaves without momentum.
 
     Args:
@@ -362,8 +362,8 @@ class shared_momentum(Sync):
             float32 or wider: send 16 bits with `shared_momentum(bf16(allreduce))`.
         beta: In [0, 1). Higher changes more slowly and remembers longer; 0 sends gradients.
 
-    Source: the compression stage of 1-bit Adam (Tang et al., ICML 2021, Algorithm 1). Deviation: what the optimizer
-    does with the momentum is its own affair, so the second moment need not be frozen after a warm-up.
+    Source: the compression stage of 1-bit Adam (Tang et al., ICML 2021, Algorithm 1). Deviation: the optimizer is
+    independent of this transform, so the second moment need not be frozen after a warm-up.
 
     >>> from fnddp import allreduce
     >>> sync = shared_momentum(allreduce, beta=0.5)
@@ -416,21 +416,21 @@ class shared_momentum(Sync):
 
 
 def without_momentum(optimizer: torch.optim.Optimizer, beta: float) -> torch.optim.Optimizer:
-    """Take the momentum out of an optimizer, in place, for `shared_momentum(..., beta=beta)` in front of it.
+    """Remove an optimizer's momentum, in place, for use with `shared_momentum(..., beta=beta)`.
 
-    Its steps stay about as long. SGD's momentum becomes 0 and its rate `lr / (1 - momentum)`: the same steps to
+    Its steps stay about as long. SGD's momentum becomes 0 and its rate `lr / (1 - momentum)`: the same steps up to
     rounding, if `beta` is that momentum and nothing decays. Adam's first beta becomes 0 and its rate `lr * s` with s =
-    sqrt((1 - beta) / (1 + beta)), since its second moment is now that of the momentum, which is s times as large where
-    gradients are noise; AdamW's weight decay becomes `weight_decay / s`. Call it once, before making a scheduler of
-    rates; parameter groups that are added later keep what they are given. The wrong choice for an optimizer that has
-    made steps: its buffers stay.
+    sqrt((1 - beta) / (1 + beta)), because its second moment is now that of the momentum, and the momentum is s times as
+    large where gradients are noise; AdamW's weight decay becomes `weight_decay / s`. Call it once, before making a
+    scheduler of rates; parameter groups added later are not changed. The wrong choice for an optimizer that has made
+    steps: its buffers stay.
 
     Returns:
         The optimizer.
 
     Raises:
-        TypeError: It is none of torch's SGD, Adam and AdamW, or SGD with Nesterov's momentum or dampening; nothing is
-            changed.
+        TypeError: The optimizer is not torch's SGD, Adam or AdamW, or is SGD with Nesterov's momentum or dampening;
+            nothing is changed.
         ValueError: `beta` is not in [0, 1).
 
     >>> w = torch.zeros(1, requires_grad=True)

@@ -24,16 +24,16 @@ def orthogonalize(p: Tensor, method: str, epsilon: float) -> Tensor:
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.dtype) -> list[Tensor]:
-    """Return orthonormal bases of the columns of all `matrices`; in a fixed number of operations.
+    """Return orthonormal bases of the columns of all `matrices`, in a fixed number of operations.
 
-    Twice a Cholesky factorization of the Gram matrices, in double precision (Fukaya et al., "CholeskyQR2", ScalA 2014),
-    so that a condition number of 1e6 leaves 1e-12 of the orthogonality. What is added to their diagonals (epsilon
-    squared, where columns have unit norm) makes a column that depends on the others short instead of arbitrary, and it
-    is then dropped: it becomes zero. The matrices, `[rows, rank]` with any numbers of rows, have one rank, dtype and
-    device; the bases have `dtype`.
+    It factorizes the Gram matrices twice by Cholesky, in double precision (Fukaya et al., "CholeskyQR2", ScalA 2014),
+    so that a condition number of 1e6 leaves 1e-12 of the orthogonality. Epsilon squared (for columns of unit norm) is
+    added to the diagonals. It makes a column that depends on the others short instead of arbitrary, and short columns
+    become zero. The matrices, `[rows, rank]` with any numbers of rows, have one rank, dtype and device; the bases have
+    `dtype`.
     """
     rank = matrices[0].shape[1]
-    # Inductor (torch 2.13) fuses products of rank 1 with slices of their rows, and drops the rows behind the last
+    # Inductor (torch 2.13) fuses products of rank 1 with slices of their rows, and drops the rows after the last
     # whole block (`try_loop_split` in its codegen/cpp.py assumes that blocks divide the rows).
     size = 1 if rank == 1 else max(_BLOCK, 1 << (rank - 1).bit_length())
     blocks = [-(-matrix.shape[0] // size) for matrix in matrices]
@@ -72,7 +72,7 @@ def _inverse_factor(gram: Tensor, eye: Tensor, added: float) -> Tensor:
     unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
     factor, _ = torch.linalg.cholesky_ex(torch.add(unit, eye, alpha=added))
     inverse = torch.linalg.solve_triangular(factor.mH, eye.expand_as(gram), upper=True) * scale.unsqueeze(-1)
-    # A column whose part orthogonal to earlier ones is at most what was added has become this short.
+    # This short: the column's part orthogonal to earlier columns was at most the number added to the diagonal.
     is_short = (_diagonal(inverse.mH @ gram @ inverse) > 0.5).logical_not()
     return inverse.masked_fill(is_short.unsqueeze(-2), 0)
 

@@ -18,7 +18,7 @@ from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize
 ITERATIONS = 4  # of `refresh`: each multiplies wanted / unwanted by the square of their singular values' ratio
 
 Stacks: TypeAlias = list[list[str]]
-"""Paths of leaves whose small factors are computed together."""
+"""Paths of leaves in groups; the small factors of a group are computed together."""
 
 
 class PowerSGDState(NamedTuple):
@@ -43,9 +43,9 @@ class powersgd(Sync):
 
     A leaf of shape `[n, ...]` is the matrix `[n, m]`; it costs (n + m) * rank elements instead of n * m. Vectors,
     scalars, integers, and leaves that would not shrink by more than `min_compression_rate` are sent whole, with P in
-    the first of the two rounds. The output is exact where the mean gradient's rank is at most `rank` (after a step or
-    two). It is biased: wrap it in `error_feedback`. The wrong choice on fast links (above about 8 Gbit/s a 16-bit cast
-    is hard to beat), and for layers whose gradients are not low-rank.
+    the first of the two rounds. If the mean gradient's rank is at most `rank`, the output is exact after a step or
+    two. It is biased: wrap it in `error_feedback`. The wrong choice on fast links (above about 8 Gbit/s a 16-bit cast
+    is hard to beat), and for layers that do not have low-rank gradients.
 
     Factors have the dtype of the gradients; half-precision ones are computed in float32. Zero gradients, zero columns
     and ranks above the matrix's never give NaN.
@@ -70,8 +70,8 @@ class powersgd(Sync):
             also with error feedback; see `docs/memory.md`. Costs 1 / refresh of the bytes of `inner` alone.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, Algorithm 1 (with Algorithm 2: `error_feedback` around it).
-    Deviations: queries are scaled to unit columns, which changes no output but keeps P in the range of the gradients
-    (fp16 wires), and a zero column keeps its old query; Q and queries are stored and sent transposed, as both products
+    Deviations: queries are scaled to unit columns; this does not change outputs, but keeps P in the range of gradients
+    (fp16 wires), and a zero column keeps its old query. Q and queries are stored and sent transposed, as both products
     read them. `alternate`: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep
     Learning", ICDCS 2023, as ACP-SGD. `refresh`: after the idea of Xie, Chen and Yuan, "PowerSGD+", arXiv 2509.11254,
     with subspace iterations in place of an SVD.
@@ -160,7 +160,7 @@ class powersgd(Sync):
             for path, columns in zip(paths, rows.mH.split(widths), strict=True):
                 p[path] = rounded(m[path] @ columns, leaves[path].dtype)  # p: [rows, rank]
 
-        # Leaves that are not compressed travel whole with P and are empty with Q: both rounds have the same paths.
+        # Leaves that are not compressed are sent whole with P and are empty with Q: both rounds have the same paths.
         p_round = self.inner.exchange({**leaves, **p}, state.p_round)
         p_hat = self._bases(leaves, stacks, p_round.mean)
         q = {path: rounded(p_hat[path].mH @ m[path], leaves[path].dtype) for path in m}  # q: [rank, columns]
@@ -200,7 +200,7 @@ class powersgd(Sync):
         """Exchange whole leaves, and find the factors anew: bases of the leading singular vectors of the mean.
 
         It runs subspace iterations (Halko, Martinsson and Tropp, SIAM Review 2011, Algorithm 4.4): a few products, no
-        SVD. They start from a random query, and so find what the last query missed. A zero matrix keeps its factors.
+        SVD. They start from a random query to find directions that the last one missed. Zero matrices keep factors.
         """
         done = self.inner.exchange(leaves, state.whole)
         stacks, m = self._matrices(done.mean)

@@ -15,7 +15,7 @@ from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
 
 
 class Drawn(Sync):
-    """A pipeline that sends over `inner` elements of each leaf, the same on all ranks; all others become zeros."""
+    """A pipeline that sends the same elements of each leaf on all ranks through `inner`; all others become zeros."""
 
     inner: Sync
     ratio: float | None
@@ -24,7 +24,7 @@ class Drawn(Sync):
 
     counted: ClassVar[str]
     """Name of the field for a number of elements, instead of `ratio`."""
-    hides_nonfinite: ClassVar[Any] = True  # where it is not drawn
+    hides_nonfinite: ClassVar[Any] = True  # unless their elements are drawn
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +72,7 @@ class random_k(Drawn):
 
     All ranks draw from one seed, so they send no indices, their payloads add, and it wraps any pipeline. It is a
     contraction by 1 - k / n in expectation: wrap it in `error_feedback`. The wrong choice for gradients with few large
-    elements, which `topk` finds; and where drawing (a hash of each element, and the largest k of them) costs more than
+    elements (`topk` finds them); and where drawing (a hash of each element, and the largest k of them) costs more than
     it saves: `random_block` draws one number for each leaf.
 
     A NaN or infinite element shows in the mean only once it is drawn. Integer leaves are sent whole.
@@ -82,7 +82,7 @@ class random_k(Drawn):
         ratio: The fraction of elements to send, in (0, 1], at least one element. Give either `ratio` or `k`.
         k: Number of elements to send of each leaf.
         unbiased: Multiply by n / k, so that the expected mean is the mean; the variance is n / k - 1 times the square.
-            Wrong with memory, whose residual then grows by n / k - 1 in each step.
+            Wrong with memory: its residual then grows by n / k - 1 in each step.
         seed: Seed of the draws, the same on all ranks.
 
     Source: Stich et al., "Sparsified SGD with memory", NeurIPS 2018, definition 2.1 (rand-k).
@@ -113,8 +113,8 @@ class random_block(Drawn):
     """Send one run of neighbouring elements of each leaf, drawn anew in each step, and zeros for all others.
 
     A run that reaches the end of a leaf continues at its front, so that all elements are equally likely to be sent. Use
-    it like `random_k`. It is the cheapest compressor: a copy. The wrong choice where neighbours are much alike (rows of
-    an embedding), and for gradients with few large elements.
+    it like `random_k`. It is the cheapest compressor: a copy. The wrong choice where neighbours are similar (rows of an
+    embedding), and for gradients with few large elements.
 
     Args:
         inner: The pipeline of the run, a flat leaf.

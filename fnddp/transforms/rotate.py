@@ -21,19 +21,19 @@ class rotate(Sync):
 
     The matrix is a Hadamard matrix with random signs, the same for all blocks, ranks and steps. It spreads an element
     evenly over its block, so that one large element does not set the scale of all others: `rotate(quantize(two_shot,
-    bits=4))`. What it gives is nearly normal, which two bits need other levels for: `rotate(lloyd_max(two_shot,
-    bits=2))`. It is linear, so payloads still add, and `sent` is exact. It keeps norms, so residuals are as large, and
-    `error_feedback` may stand around it or in it. Put `bucketize` outside, `bucketize(rotate(...))`: then buckets have
-    a rest of less than a block, not each leaf.
+    bits=4))`. The rotated elements are nearly normally distributed; for two bits use levels made for that distribution:
+    `rotate(lloyd_max(two_shot, bits=2))`. It is linear, so payloads still add, and `sent` is exact. It keeps norms, so
+    residuals do not grow, and `error_feedback` may be outside or inside. Put `bucketize` outside,
+    `bucketize(rotate(...))`: then only each bucket, not each leaf, has a rest of less than a block.
 
     A block is a run of elements in row-major order. The last elements of a leaf that fill no block, and leaves of
     integers, are left as they are; complex numbers are pairs of elements. `inner` gets the shapes of the leaves, in
     float32 or wider: 16 bits could not hold a block's sum. One NaN or infinity makes its whole block NaN or infinite.
 
-    The wrong choice around what keeps each element's relative precision or chooses elements (casts, `natural`,
-    `topk`); around `quantize(bits=2)`, which sends outliers alone; and for gradients without outliers. It costs a
+    The wrong choice around codecs that keep each element's relative precision or choose elements (casts, `natural`,
+    `topk`); around `quantize(bits=2)`, because it sends only outliers; and for gradients without outliers. It costs a
     product with a matrix of `block` x `block` before and after: on a CPU about a copy each for 32. With TF32
-    enabled (`torch.backends.cuda.matmul`) the products are rounded to 11 bits, which `sent` includes.
+    enabled (`torch.backends.cuda.matmul`) the products are rounded to 11 bits, and `sent` includes this rounding.
 
     Args:
         inner: The pipeline of the rotated leaves: codecs around a carrier.

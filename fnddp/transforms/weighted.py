@@ -1,4 +1,4 @@
-"""Means over samples or tokens of ranks that have different numbers of them."""
+"""Means over samples or tokens where ranks have different numbers of them."""
 
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -25,8 +25,8 @@ class weighted(Sync):
     model.weight(tokens): loss.backward()`. A weight of 0 is allowed, but not on all ranks; the gradient may then be
     NaN. The wrong choice where all ranks have the same number: it costs a message and a pass over the gradients.
 
-    It must be the outermost transform. A residual inside is that of weighted gradients and is sent unscaled in the next
-    step, also with a weight of 0. Gradients in float16 may overflow: they grow up to n times.
+    It must be the outermost transform. A residual inside is a residual of weighted gradients, and the next step sends
+    it unscaled, also with a weight of 0. Gradients in float16 may overflow: they grow up to n times.
 
     Args:
         inner: A pipeline that takes a mean over one process group.
@@ -88,7 +88,7 @@ class weighted(Sync):
                     "its rank: weighted(partition({'steps': none, '*': ...}))"
                 )
         (group,) = self.inner.groups or {None}
-        if isinstance(weight, Weight) and weight.number == 0:  # of no samples: their mean may be NaN
+        if isinstance(weight, Weight) and weight.number == 0:  # no samples: the mean gradient may be NaN
             mine = {path: torch.zeros_like(leaf) for path, leaf in mine.items()}
         elif isinstance(weight, Tensor) and not current().traced:  # a plan's engine does it
             mine = {path: torch.where(weight == 0, torch.zeros_like(leaf), leaf) for path, leaf in mine.items()}

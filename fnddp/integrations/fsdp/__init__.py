@@ -1,4 +1,4 @@
-"""FSDP2: any pipeline between the replicas of a sharded model, and codecs on what its shards send."""
+"""FSDP2: any pipeline between the replicas of a sharded model, and codecs for the messages of its shards."""
 
 from fnddp.integrations.fsdp.axes import Compressed, compress, plan_axes
 from fnddp.integrations.fsdp.matrices import Matrices, own_matrices

@@ -33,8 +33,8 @@ class Compressed:
     """The pipelines of all axes of a model: see `compress`.
 
     Attributes:
-        shards: The handle of its shards; None where FSDP sends for them as it does.
-        replicas: The handle of its replicas; None without any.
+        shards: The handle of its shards; None if FSDP sends their messages without codecs.
+        replicas: The handle of its replicas; None without replicas.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, shards: Shards | None, replicas: Replicas | None) -> None:
@@ -72,8 +72,8 @@ class Compressed:
         """Return the state for torch.distributed.checkpoint: see `fnddp.integrations.checkpoint.save`.
 
         Args:
-            saved_world_size: The numbers of ranks that saved it, as `Checkpoints.saved_by` returns them: for what
-                shards keep any number, for what replicas keep that of replicas of as many shards.
+            saved_world_size: The numbers of ranks that saved it, as `Checkpoints.saved_by` returns them. The number of
+                shards may change only for state of shards; state of replicas needs the same number of shards.
         """
         saved = dict(zip(self._handles, saved_world_size or (None,) * len(self._handles), strict=True))
         made: list[Checkpoint] = []
@@ -90,7 +90,7 @@ class Compressed:
     def sync_stats(self) -> dict[str, Any]:
         """Return the wire bytes along each axis, and the replicas' other statistics.
 
-        Those of weights are of one micro-batch, as in `plan`.
+        The bytes of weights are those of one micro-batch, as in `plan`.
         """
         of_replicas: Mapping[str, Any] = {} if self.replicas is None else self.replicas.sync_stats()
         own = {} if self.shards is None else {"steps": self.shards.steps, "failed_steps": self.shards.failed_steps}
@@ -103,7 +103,7 @@ class Compressed:
         return handle.weight(count)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Send no gradients in backwards in the block, and keep whole ones: see `Shards.no_sync`."""
+        """Send no gradients in the block, and keep whole gradients: see `Shards.no_sync`."""
         return unsynchronized(self._model)
 
 
@@ -116,23 +116,23 @@ def plan_axes(
     replicas: str | Sync | None = None,
     outer: str | Outer | None = None,
 ) -> AxesPlan:
-    """Return what `compress` would send on a cluster that need not exist: nothing is run, and no rank is needed.
+    """Return the plan of the messages that `compress` would send on a cluster, without running it and without ranks.
 
-    The wrong function where gradients are reduced in another dtype than their own, or weights gathered in one: ask
-    the `plan` of `compress`.
+    The wrong function if gradients are reduced or weights are gathered in another dtype than their own: use the `plan`
+    of `compress`.
 
     Args:
-        groups: The parameters of each `fully_shard`, by the name of its module and by their own in the model, of which
-            shapes and dtypes count; `""` is the model itself, whose weights stay whole between forward and backward.
-        world_size: The number of `"shards"`, over which parameters are sharded along their first dimension, of
-            `"replicas"` of those, and of `"workers"` with replicas of their own; 1 where it is left out.
+        groups: The parameters of each `fully_shard` call, by module name and by parameter name; only shapes and dtypes
+            count. `""` is the model itself: its weights stay whole between forward and backward.
+        world_size: The numbers of `"shards"` (parameters are sharded along their first dimension), of `"replicas"` of
+            the shards, and of `"workers"`, each with its own replicas; 1 for missing keys.
         gradients: The pipeline of gradients between shards: see `compress_shards`; None for FSDP's own reduce-scatter.
-        weights: That of weights; None for FSDP's own all-gather.
-        replicas: That between replicas, whose largest step after all warm-ups is planned; None for `allreduce`.
-        outer: The outer step between workers, whose exchanges of a whole period are planned.
+        weights: The pipeline of weights between shards; None for FSDP's own all-gather.
+        replicas: The pipeline between replicas; its largest step after all warm-ups is planned. None for `allreduce`.
+        outer: The outer step between workers; the exchanges of a whole period are planned.
 
     Raises:
-        TypeError: A pipeline has no place there: see `compress_shards`.
+        TypeError: A pipeline does not fit its axis: see `compress_shards`.
         ValueError: `world_size` has other keys, or a number below 1; or two groups have a parameter of the same name.
 
     >>> import torch
@@ -167,7 +167,7 @@ def plan_axes(
         rows = Rows({path: p.shape for path, p in parameters.items()}, dict.fromkeys(parameters, 0), n)
         again = n if name else None
         traffic.append(traffic_of(rows, rows, unweighted(of_gradients), of_weights, (like.dtype, like.dtype), again))
-        # Of the first rank, which has most.
+        # The shards of the first rank: it has most elements.
         local |= {path: p.new_empty(-(-p.shape[0] // n), *p.shape[1:]) for path, p in parameters.items()}
     sends_weight = of_gradients is not None and of_gradients.takes_weight
     axes = [*axes_of(traffic, of_gradients, of_weights, n, sends_weight)]
@@ -199,24 +199,24 @@ def compress(
     weights: Pipeline = None,
     replicas: str | Sync | None = None,
 ) -> Compressed:
-    """Send what a sharded model sends along all axes of a mesh through pipelines. All of its ranks must call this.
+    """Send the messages of a sharded model along all axes of a mesh through pipelines. All of its ranks must call this.
 
-    It is `compress_shards` and then `compress_replicas`, with one handle for both. The wrong choice for a model on one
-    axis: its own function says what it does. Experts that are sharded over other ranks than the rest are for
-    `compress_shards`, which knows several meshes.
+    It calls `compress_shards`, then `compress_replicas`, and returns one handle for both. The wrong choice for a model
+    on one axis: use the function of that axis. If experts are sharded over other ranks than the rest, use
+    `compress_shards`, because it supports several meshes.
 
     Args:
-        model: After `fully_shard` over the last dimension of `mesh`, of the model as a whole too.
-        mesh: Its shards; or its replicas and shards, in two dimensions with names, as for HSDP.
-        gradients: The pipeline of gradients between shards: see `compress_shards`. `"two_shot"` sends them as they are,
-            and `"weighted(two_shot)"` for means over tokens; the pipeline between replicas is `weighted` then, too. A
-            dict of pipelines by pattern, too.
-        weights: That of weights between shards: see there.
-        replicas: That of gradients between replicas: see `compress_replicas`.
+        model: A model after `fully_shard` over the last dimension of `mesh`, also of the model as a whole.
+        mesh: The mesh of its shards; or of replicas and shards, in two dimensions with names, as for HSDP.
+        gradients: The pipeline of gradients between shards, or a dict of pipelines by pattern: see `compress_shards`.
+            `"two_shot"` sends them unencoded, and `"weighted(two_shot)"` is for means over tokens; the pipeline between
+            replicas must then be `weighted`, too.
+        weights: The pipeline of weights between shards: see `compress_shards`.
+        replicas: The pipeline of gradients between replicas: see `compress_replicas`.
 
     Raises:
-        TypeError: No pipeline is given; the mesh has no dimension for one, or not the ranks of the model's shards, or
-            of a part of them.
+        TypeError: No pipeline is given; or the mesh has no dimension for a pipeline, or its ranks are not those of the
+            model's shards or of a part of them.
         TypeError, RankMismatchError: See the two functions.
 
     >>> from torch.distributed import init_device_mesh
@@ -233,7 +233,7 @@ def compress(
     >>> dist.destroy_process_group()
     """
     names = mesh.mesh_dim_names
-    across = [group_name(mesh.get_group(0))] if mesh.ndim == 2 else []  # who may differ about having a pipeline at all
+    across = [group_name(mesh.get_group(0))] if mesh.ndim == 2 else []  # ranks may disagree about having a pipeline
     modules = fsdp_groups(model)
     of_model = [group.shards for _, groups in modules.values() for group in groups if group.shards is not None]
 

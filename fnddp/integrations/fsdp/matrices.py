@@ -1,4 +1,4 @@
-"""Muon on FSDP2's shards: whole matrices at their owners for the time of a step, and shards again behind it."""
+"""Muon on FSDP2's shards: owners have whole matrices during a step; after it, matrices are shards again."""
 
 import functools
 import math
@@ -47,7 +47,7 @@ class Matrices:
 
     Attributes:
         owners: The owner of each matrix, by the name of its parameter.
-        optimizer: The optimizer, which has the state of a matrix at its owner alone.
+        optimizer: The optimizer; only the owner of a matrix has its state.
     """
 
     def __init__(
@@ -73,20 +73,20 @@ class Matrices:
         self._gradients, self._weights = layers_of(gradients), layers_of(weights)
         self._sends_differences = isinstance(weights, ef21)
         self._own: dict[str, nn.Parameter] = {}
-        self._seen: Leaves = {}  # what shards hold of them, for differences
+        self._seen: Leaves = {}  # their values in the shards, for differences
         self._rounds = self._rounds_of(bucket_cap)
         self._steps, self._failure = 0, None
         self._noted: Leaves = {}  # shards after the last step: loading into them leaves no other trace
-        self._begun = False  # until then the optimizer's state, if it has one, is of shards
+        self._begun = False  # until then any optimizer state is of shards
         self._gather(self._parameters)
         self._kept: BaseException | None = None  # an error of a codec of this rank, until its messages are sent
         self._course: Generator[list[str]] = self._exchanges()
-        self._tell: Callable[[BaseException], None] | None = None  # what other ranks wait for, if this one fails
+        self._tell: Callable[[BaseException], None] | None = None  # reports a failure to ranks that wait for this one
         mark_states("own_matrices", optimizer, self.owners, self._rank, self._parameters)
         wrap_step(optimizer, self._step)
 
     def _rounds_of(self, cap: float) -> list[list[str]]:
-        """Return the matrices of each message of at most `cap` bytes, the costliest of each owner first."""
+        """Return the matrices of each message of at most `cap` bytes; each owner's costliest matrices come first."""
         of_owner: list[list[list[str]]] = [[[]] for _ in range(self.owners.n)]
         sizes = [0.0] * self.owners.n
         for name, owner in self.owners.whole:
@@ -102,17 +102,17 @@ class Matrices:
         return self._table.cuts[name].width * self._parameters[name].element_size()
 
     def _whole(self, name: str, shard: DTensor) -> Tensor:
-        """Return all of a matrix, or of what its optimizer keeps of it. All ranks call it.
+        """Return a whole matrix, or a whole tensor of its optimizer state. All ranks must call it.
 
-        `full_tensor` runs torch's functional all_gather, which may end a rank on gloo: see `fnddp.wire.c10d`.
+        It does not use `full_tensor`: torch's functional all_gather may crash a rank on gloo, see `fnddp.wire.c10d`.
         """
         mean, _ = to_all(group=self._group, owners=self._shards)({name: shard.to_local().detach()}, ())
         return mean[name]
 
     def _gather(self, names: Iterable[str]) -> None:
-        """Take whole matrices from all shards, at first and after others have written to those.
+        """Gather the whole matrices `names` from all shards: at first all, later those with shards written by others.
 
-        Of the rest owners have more than shards do, where codecs round what travels.
+        Owners keep the other matrices: these are more exact than their shards if codecs round the messages.
         """
         for name in names:
             p = self._parameters[name]
@@ -189,7 +189,7 @@ class Matrices:
         self._failure = error
 
     def _end(self, *, failed: bool) -> None:
-        """Let the shards of the step stay if it has succeeded on all ranks."""
+        """Keep the new shards if the step has succeeded on all ranks; else restore the old ones."""
         try:
             self._agree("failed, and owners have updated theirs: restart from a checkpoint", failed=failed)
         except BaseException as error:
@@ -200,7 +200,7 @@ class Matrices:
             raise
 
     def _written(self) -> list[str]:
-        """Return the matrices whose shards some rank has not as the last step left them. All ranks call it."""
+        """Return the matrices with shards that changed since the last step on some rank. All ranks must call it."""
         written = changed(self._held(), self._noted)
         self._tell = None
         return self._agree("refused to begin, and nothing has changed", written)
@@ -233,9 +233,9 @@ class Matrices:
         return values
 
     def _exchanges(self) -> Generator[list[str]]:
-        """Yield the matrices of each round when their owners have gradients, and send them back behind it.
+        """Yield the matrices of each round when their owners have the gradients; then send the matrices back.
 
-        While a round is computed, the gradients of the next one and the weights of the last one are under way.
+        While a round is computed, the gradients of the next round and the weights of the last one are being sent.
         """
         arriving, returning = self._receive(self._rounds[0]), None
         for names, following in zip_longest(self._rounds, self._rounds[1:]):
@@ -252,7 +252,7 @@ class Matrices:
 
     @contextmanager
     def _in_place_of_shards(self, names: list[str]) -> Generator[None]:
-        """Let the optimizer have the whole matrices of `names` that this rank owns, and their state, for the block."""
+        """Give the optimizer this rank's whole matrices among `names`, and their state, during the block."""
         state = self.optimizer.state
         own_of = {self._parameters[name]: self._own[name] for name in names if name in self._own}
         for p, own in own_of.items():
@@ -269,12 +269,12 @@ class Matrices:
 
     @torch.no_grad()
     def _receive(self, names: list[str]) -> Callable[[], None]:
-        """Start to send the shards of gradients to the owners; return a function that waits for those of this rank."""
+        """Start to send gradient shards to the owners; return a function that waits for the matrices of this rank."""
         rows: Leaves = {}
         for name in names:
             grad = self._parameters[name].grad
             if grad is None:
-                continue  # of a matrix that no rank has used
+                continue  # no rank has used this matrix
             assert isinstance(grad, DTensor)
             shard = grad.to_local()
             missing = self._shards.sent_shape(name)[0] - shard.shape[0]
@@ -294,7 +294,7 @@ class Matrices:
 
     @torch.no_grad()
     def _send(self, names: list[str]) -> Callable[[], None]:
-        """Start to send the rows of matrices from their owners; return a function that writes them to shards."""
+        """Start to send rows of matrices from their owners; return a function that writes them to the shards."""
         layers, device = self._layers(self._weights), next(iter(self._parameters.values())).device
         likes: Leaves = {}
         for name in names:
@@ -324,7 +324,7 @@ class Matrices:
         return returned
 
     def _encoded(self, layers: Layers, x: Tensor, key: Key, _: Tensor | None = None) -> Encoded:
-        """Return `x` encoded, or zeros of that form behind an error: the other ranks wait for them."""
+        """Return `x` encoded, or zeros of that form after an error, because other ranks wait for the message."""
         if self._kept is None:
             try:
                 return encode(layers, x, key)
@@ -340,7 +340,7 @@ class Matrices:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that a rank passes to the collectives of each hop of a step, without codecs, padding and all."""
+        """The bytes that a rank passes to the collectives of each hop of a step, without codecs, including padding."""
         n, total = self.owners.n, 0
         for names in self._rounds:
             rows = (sum(self._row_bytes(x) for x in names if self.owners.owner(x) == rank) for rank in range(n))
@@ -348,9 +348,9 @@ class Matrices:
         return total
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer, whole, by the names of parameters, on the CPU. All ranks call it.
+        """Return the whole state of the optimizer by parameter name, on the CPU. All ranks must call it.
 
-        "weights" are the owners' own where codecs round what shards have of them.
+        If codecs round the weights in the shards, "weights" has the owners' exact matrices.
         """
         if self._failure is not None:
             raise RuntimeError(
@@ -375,12 +375,12 @@ class Matrices:
         return named_groups(self.optimizer, {id(p): name for name, p in self._parameters.items()})
 
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load the result of `optimizer_state_dict`, of any number of ranks, after the model's. All ranks call it.
+        """Load the result of `optimizer_state_dict`, from any number of ranks. All ranks call it, after the model's.
 
-        It takes that of torch's `get_optimizer_state_dict`, too, of the same optimizer without owners.
+        It also takes the result of torch's `get_optimizer_state_dict` for the same optimizer without owners.
 
         Raises:
-            ValueError: It is of other optimizers or parameters.
+            ValueError: `saved` is of other optimizers or parameters.
         """
         require_same_groups(saved["param_groups"], self._named_groups())
         states: dict[str, dict[str, Any]] = {}
@@ -413,31 +413,32 @@ def own_matrices(
 ) -> Matrices:
     """Run an optimizer of whole matrices, such as Muon, on a model that FSDP2 shards. All ranks must call it.
 
-    At `optimizer.step()` the shards of each gradient go to the rank that owns the matrix, in an all_to_all of several
-    matrices; the optimizer runs there, on whole matrices, once for each; and the rows of the result go back as shards
-    in another. While it runs on those of one message, those of the next and of the last one are under way. Owners are
-    balanced by rows x columns x the smaller of both. Until the step all is FSDP's: gradients are shards, so clipping
-    and loss scalers work as with any DTensor. An owner keeps the matrix and the optimizer's state of it: 1 / n of all,
-    in addition to its shards. Each rank keeps a copy of its shards of matrices, to notice what is loaded into them, and
-    to go back to if a step fails. With HSDP each replica does the same. Hooks of the step see shards, before and after.
+    `optimizer.step()` sends the shards of each gradient to the rank that owns the matrix, in one all_to_all for several
+    matrices. The owner runs the optimizer on the whole matrix, and another all_to_all sends the rows back as shards.
+    While the optimizer runs on the matrices of one message, those of the next and the last message are being sent.
+    Owners are balanced by rows x columns x the smaller of both. Before the step everything is as in FSDP: gradients are
+    shards, so clipping and loss scalers work as with any DTensor. An owner stores its matrices and their optimizer
+    state, 1 / n of all, in addition to its shards. Each rank copies its shards, to detect values loaded into
+    them, and to restore them if a step fails. With HSDP each replica does the same. Hooks before and after steps see
+    shards.
 
-    The wrong choice for optimizers that compute each element by itself: those run on shards.
+    The wrong choice for optimizers that compute each element independently: they can run on shards.
 
     Args:
-        model: After `fully_shard`.
-        optimizer: With matrices of the model alone, such as `torch.optim.Muon`; give other parameters another one. A
-            state that it has already goes to the owners.
-        gradients: `allgather` with codecs around it, or its text, for what goes to owners.
-        weights: The same for what comes back; with `ef21` around them, differences to what shards have.
-        bucket_cap_mb: Size of a message in MiB, without codecs. None for 25 with `torch.optim.Muon`, and for one of all
-            matrices with another optimizer: its step is called for each message, so one that counts steps for all
-            parameters together would count each call.
+        model: A model after `fully_shard`.
+        optimizer: An optimizer of matrices of the model only, such as `torch.optim.Muon`; use another one for other
+            parameters. State that it already has is moved to the owners.
+        gradients: `allgather` with codecs around it, or its text, for messages to owners.
+        weights: The same for messages from owners; with `ef21` around them, differences to the shards are sent.
+        bucket_cap_mb: Size of a message in MiB, without codecs. None for 25 with `torch.optim.Muon`, and for a single
+            message with other optimizers: their step is called for each message, so an optimizer that counts steps for
+            all parameters together would count every call.
 
     Raises:
         RankMismatchError: On all ranks, if they disagree about pipelines, parameters or options.
-        TypeError: A parameter is no matrix, or not sharded by rows over one mesh; a pipeline has no place there; the
+        TypeError: A parameter is not a matrix, or not sharded by rows over one mesh; a pipeline does not fit; the
             optimizer evaluates closures, or has owners already.
-        ValueError: A parameter is not the model's.
+        ValueError: A parameter does not belong to the model.
     """
     made: list[tuple[dict[str, DTensor], str | None, Sync, Sync]] = []
 
@@ -465,7 +466,7 @@ def own_matrices(
 
 
 def _state_of(name: str, p: DTensor, optimizer: torch.optim.Optimizer) -> str:
-    """Describe the state of shards that the optimizer has already, which goes to the owner."""
+    """Describe the optimizer's existing state of shards; it is moved to the owner."""
     state: dict[str, Any] = optimizer.state.get(p, {})
     for key, value in state.items():
         if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() != 1:

@@ -12,7 +12,7 @@ from fnddp.integrations.fsdp.unit import Messages, Traffic
 
 @dataclass(frozen=True)
 class Axis:
-    """The messages of a step along one axis; between workers those of `steps` steps."""
+    """The messages of a step along one axis; on the axis of workers, the messages of `steps` steps."""
 
     name: str  # "gradients", "weights", "replicas" or "workers"
     pipeline: str  # as text

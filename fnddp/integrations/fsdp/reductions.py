@@ -1,4 +1,4 @@
-"""The reductions of gradients in a backward of FSDP2, which end on all ranks alike."""
+"""The reductions of gradients in a backward of FSDP2; all ranks end them with the same outcome."""
 
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -29,14 +29,14 @@ from fnddp.wire.weights import Weight, no_weight
 
 
 class Ends:
-    """The ends of steps, each when FSDP has ended the backward of `model` that the step belongs to."""
+    """Callbacks that end steps, each after FSDP has ended the step's backward of `model`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._waiting: list[Callable[[], object]] = []
         torch_private.after_reductions(model, self._run)
 
     def add(self, backward: Backward, end: Callable[[], None]) -> None:
-        """Call `end` once, for the open step of `backward`, unless the backward raises. Keep it alive until then."""
+        """Call `end` once, for the open step of `backward`, unless the backward raises. Keep `end` alive until then."""
 
         def run() -> None:
             if torch_private.is_within_backward():  # queue it again, after FSDP's own callbacks
@@ -64,7 +64,7 @@ class RankWeight:
 
     @contextmanager
     def block(self, sync: Sync, count: float) -> Generator[None]:
-        """Set the weight in the block. Raise a TypeError if `sync` takes none."""
+        """Set the weight in the block. Raise a TypeError if `sync` takes no weight."""
         require_takes_weight(sync, count)
         before, self.given = self.given, count
         try:
@@ -74,13 +74,13 @@ class RankWeight:
 
 
 class Reductions:
-    """The reductions of a model's gradients in consecutive backwards; `states` are those after the last that succeeded.
+    """The reductions of a model's gradients in consecutive backwards; `states` are those after the last success.
 
-    Those of one backward are a `Reduction`. It is part of a step: one without leaves, or that of `compress_replicas`.
+    Those of one backward are a `Reduction`, a part of a step: of a step without leaves, or of `compress_replicas`.
 
     Attributes:
         takes_weight: True if the pipeline of gradients is `weighted`.
-        backward: The life of the step that the reductions of a backward are part of.
+        backward: The life cycle of the step that the reductions of a backward are part of.
     """
 
     def __init__(self, units: Sequence[Unit], states: dict[str, State], ends: Ends, takes_weight: bool) -> None:
@@ -101,11 +101,11 @@ class Reductions:
 
     @property
     def part(self) -> "Reduction | None":
-        """That of the open step. The callback at the end of its backward keeps it alive; if that has raised, None."""
+        """The part of the open step, kept alive by the callback at the end of its backward; None if that raised."""
         return self._part()
 
     def join(self, backward: Backward, start: Callable[[], object]) -> None:
-        """Be part of the steps of `backward` from now on; `start` begins one, and calls `begin`."""
+        """Join the steps of `backward` from now on; `start` begins a step, and calls `begin`."""
         self.backward, self._start = backward, start
 
     @torch_private.skipped_by_dynamo
@@ -114,7 +114,7 @@ class Reductions:
         try:
             self._reduce(unit, mine, buffer)
         except (CollectiveError, KeyboardInterrupt) as error:
-            self.engine.broken = type(error)(*error.args)  # without frames, which would keep the part alive
+            self.engine.broken = type(error)(*error.args)  # without frames: they would keep the part alive
             raise
 
     def _reduce(self, unit: Unit, mine: Tensor, buffer: Tensor) -> None:
@@ -137,7 +137,7 @@ class Reductions:
                 unit.reduce_nothing(buffer, messages)
                 mine.zero_()
             finally:
-                del part  # which the error's frames would keep alive, if this backward breaks off
+                del part  # the error's frames would keep it alive if this backward fails
 
     def _start_alone(self) -> None:
         self.backward.require_idle()
@@ -168,13 +168,13 @@ class Reductions:
         self.engine.require_noticed()
 
     def before_forward(self, *_: object) -> None:
-        """Fail a step whose backward did not finish. Raise a RuntimeError if ranks may be desynchronized."""
+        """Fail a step if its backward did not finish. Raise a RuntimeError if ranks may be desynchronized."""
         if not torch_private.is_within_backward():  # activation checkpointing
             self.engine.refuse_after_failure()
             self.backward.require_idle()
 
     def close(self) -> None:
-        """Forget the part, which an error that is raised at the end of its step would keep alive."""
+        """Drop the part; otherwise an error raised at the end of its step would keep it alive."""
         self._part = _no_part
 
 
@@ -189,7 +189,7 @@ class Reduction:
         self._reductions = reductions
         self.weight = Weight.of(reductions.weight.given) if reductions.takes_weight else None
         self.is_weighed, self._weights = self.weight is None, Sending()
-        self.states: dict[str, State] = {}  # what they become if it ends well
+        self.states: dict[str, State] = {}  # the new states, if it succeeds
         remembers = any(isinstance(each, Tensor) for each in tree.flatten_any(reductions.states)[0])
         self._is_nonfinite: Tensor | bool | None = False if remembers else None  # None where it does not matter
         self.mean_weight: Tensor | None = None  # of the ranks of a mesh, the same for all meshes
@@ -198,7 +198,7 @@ class Reduction:
         self._before = [(p, None if p.grad is None else _local(p.grad).clone()) for p in parameters]
 
     def weigh(self) -> None:
-        """Send this rank's weight over each mesh, unless that is done; after an interrupt, what is left of it."""
+        """Send this rank's weight over each mesh, unless already sent; after an interrupt, over the remaining ones."""
         if self.is_weighed or self.weight is None:
             return
         reductions, means = self._reductions, dict[str | None, Tensor]()
@@ -215,7 +215,7 @@ class Reduction:
             self._require_even([mean.item() for mean in means.values()])
 
     def _require_even(self, means: Sequence[float]) -> None:
-        """Fail the step if this rank's meshes have unlike mean weights: experts see tokens of other meshes, too."""
+        """Fail the step if this rank's meshes differ in mean weight: experts also see tokens of other meshes."""
         if max(means) - min(means) > 1e-9 * max(means):  # False for NaN
             problem = (
                 f"weight: the means over the meshes of this rank are {means}; ranks whose tokens go to the same "
@@ -227,24 +227,24 @@ class Reduction:
         """Return the gradients in `buffer`, weighted."""
         if self.weight is None:
             return buffer
-        if self.weight.number == 0:  # of no samples: their mean may be NaN
+        if self.weight.number == 0:  # no samples: the mean gradient may be NaN
             return torch.zeros_like(buffer)
         return weighted.scaled(buffer, self._scales[unit.group])
 
     def note(self, mean: Tensor) -> None:
-        """Note whether a mean is finite: if one is not, on any rank, memory stays as it was."""
+        """Record whether a mean is finite: if any mean on any rank is not, memory stays unchanged."""
         if self._is_nonfinite is not None:
             self._is_nonfinite = has_nonfinite([mean], self._reductions.device) | self._is_nonfinite
 
     def report_to(self, step: Step) -> None:
-        """Let the vote of `step` include what this rank has found."""
+        """Include this rank's result in the vote of `step`."""
         step.counts &= self.weight is None or self.weight.number > 0
         if self._is_nonfinite is not None:
             step.watch(self._is_nonfinite)
 
     @torch.no_grad()
     def commit(self, found_nonfinite: Tensor | bool) -> None:
-        """Keep the new states, unless a rank has found NaN or infinities: then let no optimizer take the gradients."""
+        """Keep the new states; if a rank found NaN or infinities, keep the old ones and put NaN into gradients."""
         reductions = self._reductions
         reductions.close()
         if isinstance(found_nonfinite, Tensor):
@@ -258,7 +258,7 @@ class Reduction:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restore the gradients from before it."""
+        """Restore the gradients from before this backward."""
         self._reductions.close()
         for parameter, before in self._before:
             if before is None or parameter.grad is None:

@@ -54,7 +54,7 @@ class Replicas(PipelineHandle):
             reductions.join(self._backward, self._start)
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
-        """Return the state of this shard for torch.distributed.checkpoint, under its own prefix. All ranks write it.
+        """Return the state of this shard for torch.distributed.checkpoint, under its own prefix. All ranks call it.
 
         Args:
             saved_world_size: The number of replicas that saved it. The number of shards must be the same.
@@ -71,9 +71,9 @@ class Replicas(PipelineHandle):
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Add up sharded gradients of forwards in the block; a backward outside of it synchronizes the sum.
+        """Add up sharded gradients of forwards in the block; a later backward outside of it synchronizes the sum.
 
-        FSDP's `set_requires_gradient_sync(False)` works too: it sends nothing at all, and keeps whole gradients.
+        FSDP's `set_requires_gradient_sync(False)` works too: it sends no messages at all, and keeps whole gradients.
 
         Raises:
             TypeError: Shards are `weighted`: they average the gradients of each backward at once.
@@ -93,7 +93,7 @@ class Replicas(PipelineHandle):
     def weight(self, count: float) -> AbstractContextManager[None]:
         """Weight this rank's gradients by `count` in the means of backwards that begin in the block, for `weighted`.
 
-        The mean is that of the samples or tokens of all ranks, of all shards and replicas. See `Shards.weight`.
+        The mean is over the samples or tokens of all ranks, of all shards and replicas. See `Shards.weight`.
         """
         return self._weight.block(self.sync, count)
 
@@ -121,7 +121,7 @@ class Replicas(PipelineHandle):
         self._start()
 
     def _set_aside(self) -> None:
-        """Remove synchronized gradients from `.grad`, so that those of this backward add up apart from them."""
+        """Remove synchronized gradients from `.grad`, so that gradients of this backward are not added to them."""
         means = {name: grad for name, grad in self._gradients().items() if grad is self._means.get(name)}
         if not self._is_armed and any(mean.to_local().count_nonzero() for mean in means.values()):
             raise RuntimeError(
@@ -146,7 +146,7 @@ class Replicas(PipelineHandle):
                 part.weigh()
             if self.sync.takes_weight:
                 mean = None if part is None else part.mean_weight
-                # NaN if a rank has none, which fails the step itself.
+                # NaN if a rank has no weight: this fails the step.
                 weight = self._weight.given if mean is None else mean.nan_to_num(0.0).item()
             self._backward.begin(weight=weight)
             self._ends.add(self._backward, partial(self._finish, part))
@@ -159,7 +159,7 @@ class Replicas(PipelineHandle):
         try:
             self._start()  # if backward did not begin at the model's outputs
         except Exception:
-            self._ends.add(self._backward, partial(self._finish, None))  # which raises this error: until then kept
+            self._ends.add(self._backward, partial(self._finish, None))  # this will raise the error
             raise
         self._require_untaken(name)
         grad = self._parameters[name].grad
@@ -181,7 +181,7 @@ class Replicas(PipelineHandle):
             )
 
     def _take_late(self, part: Reduction | None) -> None:
-        """Take the gradients of no_sync, and what shards know."""
+        """Take gradients added up under no_sync, and include the result of the shards' reductions."""
         step = self._backward.step
         missing = step.missing
         for name in self._parameters:
@@ -229,25 +229,25 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     """Synchronize the gradients of the replicas of a sharded model with a pipeline. All ranks must call this.
 
     Shard the model over one dimension of a mesh, and pass the other one here: a 2 x 4 mesh of "replicate" and "shard"
-    is HSDP, with the pipeline in the place of its all-reduce between nodes. The pipeline's collectives start when FSDP
-    has reduced a shard of a gradient, and overlap with the rest of backward. A leaf is this rank's shard of a
-    parameter, by name; shards of matrices are matrices. `allreduce` gives the results of HSDP, to the bit where both
-    add in one order, as with two replicas. The wrong choice if shards have slow links, too: FSDP itself sends those.
+    is HSDP, with the pipeline instead of its all-reduce between nodes. The pipeline's collectives start when FSDP has
+    reduced a shard of a gradient, and overlap with the rest of backward. A leaf is this rank's shard of a parameter, by
+    name; shards of matrices are matrices. `allreduce` returns the results of HSDP, bitwise equal if both add in the
+    same order, as with two replicas. The wrong choice if links between shards are slow, too: FSDP sends those messages.
 
     Replicas begin with the parameters of the first replica. An error in the pipeline is raised on all ranks of all
     shards; a user's error in one rank's backward leaves other ranks of its replica in FSDP's collectives until these
     time out.
 
     Args:
-        model: A model after `fully_shard(..., mesh=mesh["shard"])`, of the whole model too.
-        sync: The pipeline, or its text. Reducers that name no group use the replicas'. "auto" measures which to take,
-            the same for all shards: see `fnddp.DistributedDataParallel`.
+        model: A model after `fully_shard(..., mesh=mesh["shard"])`, also of the model as a whole.
+        sync: The pipeline, or its text. Reducers that name no group use the group of the replicas. "auto" measures
+            pipelines and chooses one for all shards: see `fnddp.DistributedDataParallel`.
         replicate: One dimension of the mesh: `mesh["replicate"]`.
 
     Raises:
-        TypeError: A parameter is not sharded, or its mesh includes `replicate`; it was called for the model before; or
-            `sync` needs whole leaves, as `clip_by_global_norm` does, and there are several shards; or one of `sync` and
-            the pipeline of shards is `weighted`, and the other is not.
+        TypeError: A parameter is not sharded, or its mesh includes `replicate`; this was called for the model before;
+            `sync` needs whole leaves, as `clip_by_global_norm` does, and there are several shards; or only one of
+            `sync` and the pipeline of shards is `weighted`.
         RankMismatchError: On all replicas, if they disagree about the pipeline or the parameters.
 
     Source: `torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py` of torch 2.13, `foreach_reduce`, which calls the
@@ -335,7 +335,7 @@ def _groups(shards: DeviceMesh) -> list[str | None]:
 
 
 def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor], DeviceMesh]:
-    """Return the parameters that require a gradient, and the largest mesh, which contains those of all others."""
+    """Return the parameters that require a gradient, and the largest mesh; it contains all other meshes."""
     if is_compressed(model):
         raise TypeError(
             "compress_replicas: it has been called for this model already, and both pipelines would run; leave out one"

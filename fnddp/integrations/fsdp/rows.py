@@ -1,4 +1,4 @@
-"""Flat buffers that FSDP2 sends for a group of parameters, with a row for each owner of a shard, through codecs."""
+"""Codecs for the flat buffers that FSDP2 sends for a group of parameters, with a row for each owner of a shard."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Rows:
     """
 
     shapes: Mapping[str, torch.Size]  # of the parameters, by name
-    dims: Mapping[str, int]  # along which each is sharded
+    dims: Mapping[str, int]  # the sharded dimension of each
     n: int  # the number of owners
     apart: bool = False  # True to encode each parameter by itself
 
@@ -65,9 +65,9 @@ class Rows:
         return Table(self.n, {name: Cut(self.shapes[name].numel(), math.prod(part)) for name, part in parts})
 
     def encode(self, layers: Layers, buffer: Tensor, key: Key, row: int | None = None) -> Hop:
-        """Return whole rows encoded, or their parts, by parameter, if `apart` or if a codec would average padding.
+        """Encode whole rows; or their parts, by parameter, if `apart` or if a codec would average padding.
 
-        `buffer` has all rows, or only that of number `row`.
+        `buffer` has all rows, or only row number `row`.
         """
         is_padded = any(cut.count < self.n * cut.width for cut in self.table.cuts.values())
         if not (self.apart or (is_padded and any(layer.codec.averages for layer in layers))):
@@ -82,10 +82,10 @@ class Rows:
 
 @dataclass(frozen=True, repr=False)
 class rows_to_owners(Carrier):
-    """The first half of `two_shot`, in place of FSDP's reduce-scatter: owners add up their rows of all ranks' buffers.
+    """The first half of `two_shot`, instead of FSDP's reduce-scatter: owners add up their rows of all ranks' buffers.
 
-    Leaves are the buffer, `""`, or gradients by name, for `error_feedback`. The mean of `exchange` has one entry, `""`:
-    the sum of this rank's row, `[width]`, in float32 or wider; `sent` is only computed for leaves by name.
+    Leaves are the buffer, `""`, or, for `error_feedback`, gradients by name. The mean of `exchange` has one entry,
+    `""`: the sum of this rank's row, `[width]`, in float32 or wider. `sent` is only computed for gradients by name.
     """
 
     group: Group = None
@@ -106,7 +106,7 @@ class rows_to_owners(Carrier):
 
 
 def rows_to_all(layers: Layers, row: Tensor, rows: Rows, name: str, group: str | None) -> Tensor:
-    """Gather this rank's `row: [width]` as `allgather` does; return all rows as all ranks decode them: `[n, width]`."""
+    """Gather this rank's `row: [width]` as `allgather` does; return the decoded rows of all ranks: `[n, width]`."""
     rank = collectives.rank(group)
     hop = rows.encode(layers, row.unsqueeze(0), Key(name, rank), rank)
     return torch.cat([*hop.gather(rank, group).values()], 1)

@@ -1,4 +1,4 @@
-"""Codecs on what the shards of FSDP2 send: its reduce-scatter of gradients and its all-gather of weights."""
+"""Codecs for the messages between FSDP2's shards: its reduce-scatter of gradients and its all-gather of weights."""
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,11 +30,11 @@ from fnddp.wire.kinds import ALL_GATHER, waited
 
 
 class Shards:
-    """The codecs of a model's shards, with the state of those of its gradients: see `compress_shards`.
+    """The codecs of a model's shards, with the state of the pipeline of gradients: see `compress_shards`.
 
     Attributes:
         gradients: The pipeline of gradients, or a `partition`; None for FSDP's own reduce-scatter.
-        weights: That of weights; None for FSDP's own all-gather.
+        weights: The pipeline of weights; None for FSDP's own all-gather.
         group: Name of the process group of the shards, of most ranks if there are several; None for the default one.
     """
 
@@ -44,7 +44,7 @@ class Shards:
 
     @property
     def traffic(self) -> dict[str, Traffic]:
-        """What each group of parameters sends in the next step, by the name of its module; "" is the model itself.
+        """The messages of each group of parameters in the next step, by module name; "" is the model itself.
 
         Several groups of one module are numbered: "layers.0[0]", "layers.0[1]".
         """
@@ -52,7 +52,7 @@ class Shards:
 
     @property
     def plan(self) -> AxesPlan:
-        """What the next step sends, for each mesh and pipeline, with the parameters that require a gradient now."""
+        """The messages of the next step, by mesh and pipeline, with the parameters that require a gradient now."""
         traffic, takes_weight = self.traffic, self.sync.takes_weight
         alike: dict[Any, list[Unit]] = {}
         for unit in self._reductions.units:
@@ -68,7 +68,7 @@ class Shards:
 
     @property
     def steps(self) -> int:
-        """The number of backwards that have synchronized and ended well; 0 without a pipeline of gradients."""
+        """The number of backwards that have synchronized successfully; 0 without a pipeline of gradients."""
         return self._reductions.engine.steps
 
     @property
@@ -78,7 +78,7 @@ class Shards:
 
     @property
     def sync(self) -> Sync:
-        """`gradients`, by the name that other handles have for it."""
+        """`gradients`, under the name that other handles use."""
         return none if self.gradients is None else self.gradients
 
     @property
@@ -92,10 +92,10 @@ class Shards:
         self.prepare_state(lambda: state)()
 
     def prepare_state(self, read: Callable[[], State], names: Collection[str] | None = None) -> Callable[[], None]:
-        """Return a function that sets the state which `read` returns: see `HasPipeline.prepare_state`.
+        """Return a function that sets the state that `read` returns: see `HasPipeline.prepare_state`.
 
         Args:
-            names: Groups of parameters, of which it is; None for all.
+            names: The groups of parameters in that state; None for all.
         """
         before = {name: held for name, held in self.sync_state.items() if names is None or name in names}
         units = self._reductions.units
@@ -124,8 +124,8 @@ class Shards:
         """Return the state for torch.distributed.checkpoint: see `fnddp.DistributedDataParallel.sync_checkpoint`.
 
         Args:
-            saved_world_size: The number of shards that saved it; of several meshes a tuple, as `Checkpoints.saved_by`
-                returns it. Where there are other ranks than these shards, their numbers must be the same.
+            saved_world_size: The number of shards that saved it; for several meshes a tuple, as `Checkpoints.saved_by`
+                returns it. If there are other ranks besides these shards, the number of shards must be the same.
         """
         names: dict[str | None, list[str]] = {self.group: []}
         for unit in self._reductions.units:
@@ -140,32 +140,32 @@ class Shards:
         return made[0] if len(made) == 1 else Checkpoints(made)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Send nothing in backwards in the block and keep whole gradients, as `set_requires_gradient_sync(False)` does.
+        """Do not send gradients in the block, but keep whole gradients, as `set_requires_gradient_sync(False)` does.
 
-        The next backward outside of it synchronizes their sum.
+        The next backward outside of the block synchronizes their sum.
         """
         return unsynchronized(self._model)
 
     def weight(self, count: float) -> AbstractContextManager[None]:
         """Weight this rank's gradients by `count` in the means of backwards that begin in the block, for `weighted`.
 
-        `with shards.weight(tokens): loss.backward()`, where the loss is a mean over so many tokens, gives the gradient
+        If the loss is a mean over `tokens` tokens, `with shards.weight(tokens): loss.backward()` computes the gradient
         of the mean over the tokens of all ranks. Each backward that synchronizes needs a weight. Parameters with a mesh
-        of their own, such as experts, have the mean over its ranks: see docs/fsdp.md.
+        of their own, such as experts, get the mean over the ranks of that mesh: see docs/fsdp.md.
 
         Args:
-            count: Of samples or tokens; 0 is allowed, not on all ranks.
+            count: The number of samples or tokens; 0 is allowed, but not on all ranks.
 
         Raises:
             TypeError: The pipeline of gradients is not `weighted`.
             ValueError: In backward: this rank's weight is missing or invalid, or, on all ranks, all are 0. The step
-                fails on all ranks. On the CPU also if meshes of this rank have other mean weights.
+                fails on all ranks. On the CPU also if this rank's meshes differ in mean weight.
         """
         return self._reductions.weight.block(self.gradients or two_shot, count)
 
 
 class _OfMesh:
-    """The state of those groups of parameters of `shards` that are called `names`, for a checkpoint."""
+    """The state of the groups of parameters `names` in `shards`, for a checkpoint."""
 
     def __init__(self, shards: Shards, names: Sequence[str]) -> None:
         self._shards, self._names = shards, names
@@ -184,7 +184,7 @@ class _OfMesh:
 
 @contextmanager
 def unsynchronized(model: Any) -> Generator[None]:
-    """Send no gradients of an FSDP model in backwards in the block; behind it all is as it was."""
+    """Send no gradients of an FSDP model in the block; restore the previous setting after it."""
     every = [(module, groups[0]) for module, groups in fsdp_groups(model).values() if groups]
     before = [(module, group.reduces, group.all_reduces) for module, group in every]
     model.set_requires_gradient_sync(False)
@@ -208,7 +208,7 @@ class _Gather(Comm):
         if group == self._unit.fsdp.shards:
             with torch.no_grad(), torch_private.without_autocast():
                 output_tensor.view(group.size(), -1).copy_(self._unit.gather(input_tensor))
-        else:  # of weights that were gathered, and have been sharded again over fewer ranks
+        else:  # weights were gathered, and then sharded again over fewer ranks
             start, arguments = ALL_GATHER.call(input_tensor, output_tensor, None, group)
             waited(start(*arguments))
 
@@ -217,35 +217,35 @@ Pipeline: TypeAlias = str | Sync | Mapping[str, str | Sync] | None
 
 
 def compress_shards(model: nn.Module, gradients: Pipeline = None, weights: Pipeline = None) -> Shards:
-    """Send what FSDP2 sends between the shards of a model through codecs. All of its ranks must call this.
+    """Send the messages between the shards of an FSDP2 model through codecs. All of its ranks must call this.
 
-    Shard the model with `fully_shard`, then call this, before the first forward. Where FSDP reduces and scatters the
-    gradients of a group of parameters, each rank gets the row that it owns from all others as `gradients` encodes it,
-    and adds up in float32, in rank order: the first half of `two_shot`. Where FSDP gathers weights, each rank sends its
-    shard as `weights` encodes it. Means, shards, the optimizer and checkpoints of the model are those of FSDP.
+    Shard the model with `fully_shard`, then call this, before the first forward. It replaces FSDP's reduce-scatter of
+    the gradients of a group of parameters by the first half of `two_shot`: each rank receives its row from all others,
+    encoded by `gradients`, and adds in float32, in rank order. Where FSDP gathers weights, each rank sends its shard
+    encoded by `weights`. Means, shards, the optimizer and checkpoints of the model are those of FSDP.
 
-    The wrong choice on links that are faster than a codec, such as NVLink; and for PowerSGD, which needs whole
+    The wrong choice on links that are faster than a codec, such as NVLink; and for PowerSGD, because it needs whole
     matrices: compress between replicas then, with `compress_replicas`.
 
     Args:
-        model: After `fully_shard`, of the model as a whole too.
+        model: A model after `fully_shard`, also of the model as a whole.
         gradients: `two_shot` with codecs around it, or its text: `"bf16(two_shot)"`, `"quantize(two_shot, bits=4)"`
-            (ZeRO++'s qgZ). `error_feedback` around them keeps a residual in float32 of the whole gradients on each
-            rank, and two during a backward. `weighted` around all is for means over tokens: see `Shards.weight`. None
+            (ZeRO++'s qgZ). `error_feedback` around them keeps a float32 residual of the whole gradients on each rank,
+            and two during a backward. `weighted` as the outermost is for means over tokens: see `Shards.weight`. None
             for FSDP's own reduce-scatter.
         weights: `allgather` with codecs around it, or its text: `"quantize(allgather)"` (ZeRO++'s qwZ). With `ef21`
-            around them a rank keeps the weights that all have seen, whole, and what is sent is the difference of its
-            shard to those, in a forward after a change (SDP4Bit); weights that were loaded, or jump otherwise, are sent
-            as they are. Ranks agree on which before it, with a byte each. None for FSDP's own all-gather.
+            around them, each rank keeps the whole weights as all ranks last decoded them, and sends the difference of
+            its shard to them, in a forward after a change (SDP4Bit). Weights that were loaded or jump for another
+            reason are sent themselves; ranks first agree on this, with a byte each. None for FSDP's own all-gather.
 
-    Both may be a dict of pipelines by pattern, or a `partition`: `{"*.experts.*": ..., "*": ...}`. The first one that
-    matches its parameters is that of a group that FSDP sends together, which must have one: what `shard_placement_fn`
-    gives a mesh of its own is such a group. `weighted(partition({...}))` weights the means of all.
+    Both may be a dict of pipelines by pattern, or a `partition`: `{"*.experts.*": ..., "*": ...}`. The first matching
+    pattern decides. All parameters that FSDP sends together must have the same pipeline; parameters with a mesh of
+    their own by `shard_placement_fn` are sent on their own. `weighted(partition({...}))` weights the means of all.
 
     Raises:
-        TypeError: On all ranks: a pipeline has no place there; the model, or a parameter, is not sharded; FSDP has
-            custom collectives already; parameters that FSDP sends together have several pipelines, or dtypes;
-            `gradients` is `weighted`, and FSDP averages over replicas itself.
+        TypeError: On all ranks: a pipeline does not fit; the model, or a parameter, is not sharded; FSDP has custom
+            collectives already; parameters that FSDP sends together have several pipelines, or dtypes; `gradients` is
+            `weighted`, and FSDP averages over replicas itself.
         ValueError: On all ranks: a parameter has no pattern, or a pattern no parameter.
         RankMismatchError: On all ranks, if they disagree about pipelines or parameters.
 
@@ -263,7 +263,7 @@ def compress_shards(model: nn.Module, gradients: Pipeline = None, weights: Pipel
 
 
 def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, others: Sequence[Group] = ()) -> Shards:
-    """Run `compress_shards`; an error on one rank is raised in the groups `others`, too."""
+    """Run `compress_shards`; raise an error of one rank also in the groups `others`."""
     made: list[tuple[Shards, Reductions]] = []
     within: dict[str, list[str | None]] = {}
 
@@ -307,8 +307,8 @@ def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, othe
             unit.fsdp.module.register_load_state_dict_post_hook(unit.forget)
     if shards.gradients is not None:
         reductions.engine.connect()
-        if not reductions.device.is_asynchronous:  # there all ranks raise in backward, after FSDP's gathers of forward
-            model.register_forward_pre_hook(reductions.before_forward, prepend=True)  # before FSDP's, which sends
+        if not reductions.device.is_asynchronous:  # else all ranks raise in backward, after FSDP's gathers
+            model.register_forward_pre_hook(reductions.before_forward, prepend=True)  # before FSDP's hook: it sends
     return shards
 
 
@@ -353,10 +353,10 @@ def _by_unit(
 
 
 def _sharded(model: nn.Module, has_weights: bool) -> dict[str, tuple[list[str], FSDPGroup]]:
-    """Return the names of the parameters that FSDP sends together, and its object, by the name of their module.
+    """Return the names of the parameters that FSDP sends together and FSDP's object for them, by module name.
 
     Raises:
-        TypeError: Some are not sharded, or not in a way in which codecs could be set.
+        TypeError: Some parameters are not sharded, or not in a way that supports codecs.
     """
     if is_compressed(model):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""One group of parameters that FSDP2 gathers and reduces together: the codecs and the bytes of its messages."""
+"""A group of parameters that FSDP2 gathers and reduces together: the codecs and the bytes of its messages."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ Messages: TypeAlias = tuple[tuple[str, int, int], ...]
 
 
 class Traffic(NamedTuple):
-    """Collectives of one group of parameters in a step; `regathered`: those of weights that backward gathers again."""
+    """Collectives of one group of parameters in a step; `regathered`: the gathers of weights repeated in backward."""
 
     gradients: Messages
     weights: Messages
@@ -38,18 +38,18 @@ class Traffic(NamedTuple):
 
 
 UNSCALED = float("1")
-"""The divisor that FSDP is given, compared by identity: the user has set any other object since."""
+"""The divisor passed to FSDP, compared by identity: any other object was set by the user later."""
 
 
 _UNCHANGED, _CHANGED, _REPLACED = range(3)  # what a rank says about its weights; the highest of all ranks counts
 
 
 class DecodedWeights:
-    """The weights that all ranks have decoded, for `ef21`: they follow the owners' rows, whoever writes those.
+    """The weights that all ranks have decoded, for `ef21`: they follow every change of the owners' rows.
 
-    A step of an optimizer is sent as a difference. Weights that were loaded, a change that is much larger than the last
-    one, and what is not finite, are sent as they are. Where no rank's weights have changed nothing is sent, so
-    that a backward finds those of its forward, also if there were other forwards since.
+    A step of an optimizer is sent as a difference. Loaded weights, weights after a much larger change than the last
+    one, and NaN or infinite weights are sent themselves. If no rank's weights have changed, nothing is sent, so a
+    backward finds the weights of its forward, even after other forwards.
     """
 
     def __init__(self, device: torch.device, group: str | None) -> None:
@@ -58,10 +58,10 @@ class DecodedWeights:
         self._row = torch.empty(0)  # this rank's, when it was sent
         self._largest = torch.tensor(
             math.nan, dtype=torch.float32, device=device
-        )  # change of it that is taken for a step
+        )  # the largest change that counts as a step
 
     def follow(self, row: Tensor, gathered: Callable[[Tensor, bool], Tensor]) -> None:
-        """Let all ranks have `row: [width]`, by `gathered` of it, whole or as a difference. All ranks call it."""
+        """Send `row: [width]` to all ranks with `gathered`, whole or as a difference. All ranks must call it."""
         with torch.inference_mode(False), torch.no_grad():  # for tensors that a later training step may write to
             change = (row - self._row).norm(dtype=torch.float32) if self.known is not None else None
             said = self._said(row, change)
@@ -79,7 +79,7 @@ class DecodedWeights:
             self._row = row.clone()
 
     def _said(self, row: Tensor, change: Tensor | None) -> int:
-        """Return what is to be done on all ranks."""
+        """Return the highest of all ranks' reports about their weights: unchanged, changed or replaced."""
         if self.known is None or change is None:
             mine = self._device.of_host([_REPLACED], torch.uint8)
         else:
@@ -92,24 +92,24 @@ class DecodedWeights:
 
 
 _SEVERAL = 8.0  # steps of an optimizer, in a change that may still be one of them
-_LARGE = 0.25  # of the norm of weights, of which no step has been seen yet
+_LARGE = 0.25  # of the norm of weights, before the first step
 
 
 class Sending(C10d):
-    """torch.distributed for the messages of one reduction, which knows those that this rank has started.
+    """torch.distributed for the messages of one reduction; it records the messages that this rank has started.
 
     Attributes:
-        sizes: Of the messages: `[ranks, bytes]`.
+        sizes: The sizes of the messages: `[ranks, bytes]`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[torch.Size] = []
-        self._works: list[list[Work]] = []  # a list for each message: empty until that is started
+        self._works: list[list[Work]] = []  # a list for each message: empty until it is started
         self._next = 0
 
     def begin_again(self) -> None:
-        """Go back to the first message; `start` then leaves out those that have been started."""
+        """Go back to the first message; `start` then skips messages that were started."""
         self._next = 0
 
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
@@ -160,11 +160,11 @@ class Unit:
 
     @property
     def groups(self) -> list[str | None]:
-        """The process groups whose ranks reduce its gradients."""
+        """The process groups that reduce its gradients."""
         return [group_name(group) for group in (self.fsdp.shards, self.fsdp.replicas) if group is not None]
 
     def describe(self) -> dict[str, str]:
-        """Return what ranks must agree on."""
+        """Return a line for each subject that ranks must agree on."""
         dtype = describe(torch.empty((), dtype=self.fsdp.reduced_dtype))
         return {f"parameter {name!r}": f"{list(shape)} of {dtype}" for name, shape in self._rows.shapes.items()}
 
@@ -199,7 +199,7 @@ class Unit:
         return self._divided(done.mean[""]), replaced(done.state, **after)
 
     def reduce_nothing(self, buffer: Tensor, messages: Sending) -> None:
-        """Send zeros in those messages of a `reduce` which has failed that it has not started, and wait for all."""
+        """Send zeros in the messages that a failed `reduce` has not started, and wait for all messages."""
         messages.begin_again()
         if self._present in self._sizes:
             for size in self._sizes[self._present]:
@@ -213,16 +213,16 @@ class Unit:
         messages.wait()
 
     def gather(self, row: Tensor) -> Tensor:
-        """Send this rank's `row: [width]`, and return those of all owners as all ranks decode them: `[n, width]`."""
+        """Send this rank's `row: [width]`, and return the decoded rows of all owners: `[n, width]`."""
         if not isinstance(self.weights, ef21):
             return self._gathered(row, self._layers)
-        if self._seen.known is None or not is_within_backward():  # which uses the weights of the forward
+        if self._seen.known is None or not is_within_backward():  # backward uses the weights of its forward
             self._seen.follow(row, lambda row, is_whole: self._gathered(row, () if is_whole else self._layers))
         assert self._seen.known is not None
         return self._seen.known
 
     def forget(self, *_: Any) -> None:
-        """Send whole weights in the next gather, not differences to those sent before."""
+        """Send whole weights in the next gather, not differences to weights sent before."""
         self._seen.known = None
 
     def _gathered(self, row: Tensor, layers: Layers) -> Tensor:
@@ -247,7 +247,7 @@ class Unit:
 
 
 def require_codecs(what: str, sync: Sync, memory: type[Sync], carrier: Sync) -> None:
-    """Raise a TypeError unless `sync` is `carrier`, within codecs or not, and those within `memory` or not."""
+    """Raise a TypeError unless `sync` is `carrier`, optionally in codecs, and these optionally in `memory`."""
     inner: Any = next(sync.children()) if isinstance(sync, memory) else sync
     codecs: list[Any] = []
     while inner.carries and not isinstance(inner, Carrier):
@@ -280,10 +280,10 @@ def traffic_of(
     dtypes: tuple[torch.dtype, torch.dtype],
     again: int | None,
 ) -> Traffic:
-    """Return what a group of parameters sends, measured by encoding tensors without values.
+    """Return the messages of a group of parameters, measured by encoding tensors without values.
 
-    `trained` is the layout of its gradients, `rows` that of its weights; `dtypes` are those in which FSDP reduces and
-    gathers; `again` is the number of ranks over which backward gathers weights again, None if they stay whole.
+    `trained` is the layout of gradients, `rows` of weights; `dtypes` are those of FSDP's reductions and gathers;
+    `again` is the number of ranks over which backward gathers weights again, None if they stay whole.
     """
 
     def sent(kind: str, layers: Layers, rows: Rows, dtype: torch.dtype, row: int | None = None) -> Messages:
