@@ -16,6 +16,11 @@ def to_wire(leaf: Tensor) -> Tensor:
     return torch.view_as_real(leaf) if leaf.is_complex() else leaf
 
 
+def size_of(leaf: Tensor) -> int:
+    """Return the number of elements of `to_wire(leaf)`."""
+    return leaf.numel() * (2 if leaf.is_complex() else 1)
+
+
 def from_wire(wire: Tensor, like: Tensor) -> Tensor:
     """Return the inverse of `to_wire`, with shape and memory format (contiguous or channels last) of `like`."""
     leaf = as_complex(wire) if like.is_complex() else wire

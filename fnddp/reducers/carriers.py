@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fnddp.core import collectives, tree
+from fnddp.core import collectives, layout, tree
 from fnddp.core.codec import Carrier, Encoded, Key, Layers, encode, wide
 from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import rounded, shortened
@@ -109,8 +109,7 @@ class two_shot_mean(Carrier):
         for path, leaf in leaves.items():
             if is_inexact(leaf) and leaf.numel():
                 real = leaf.dtype.to_real()
-                elements = leaf.numel() * (2 if leaf.is_complex() else 1)
-                residual[path] = torch.zeros(-(-elements // n), dtype=wide(real), device=leaf.device)
+                residual[path] = torch.zeros(-(-layout.size_of(leaf) // n), dtype=wide(real), device=leaf.device)
         return TwoShotState(residual)
 
     def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:

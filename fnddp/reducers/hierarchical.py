@@ -199,8 +199,8 @@ class _Between(Carrier):
         group = group_name(self.group)
         n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
         rows = {path: _rows(leaf, n) for path, leaf in leaves.items()}  # [n, *shard]
-        wires = {path: layout.to_wire(x).reshape(n, -1) for path, x in rows.items()}
-        table = Table(n, {path: Cut(_size(leaves[path]), x.shape[1]) for path, x in wires.items()})
+        wires = {path: layout.to_wire(x).reshape(n, -1) for path, x in rows.items()} if layers else {}
+        table = Table(n, {path: Cut(layout.size_of(leaves[path]), x.shape[1]) for path, x in wires.items()})
         counts = table.counts(wires)
         mine = rows
         total: Leaves = {}
@@ -242,10 +242,6 @@ class _Between(Carrier):
 
     def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         raise AssertionError("shards have the shapes of leaves")
-
-
-def _size(leaf: Tensor) -> int:
-    return leaf.numel() * (2 if leaf.is_complex() else 1)
 
 
 def _shaped(wire: Tensor, like: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class rotate(Sync):
         return self.inner.exchange({**leaves, **rotated}, state).decoded(decode)
 
     def _has_blocks(self, leaf: Tensor) -> bool:
-        return is_inexact(leaf) and leaf.numel() * (2 if leaf.is_complex() else 1) >= self.block
+        return is_inexact(leaf) and layout.size_of(leaf) >= self.block
 
     def _matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return D H / sqrt(block), with D of random signs and H[i, j] = (-1) ** (number of bits of i & j)."""
