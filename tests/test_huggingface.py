@@ -343,7 +343,7 @@ def test_what_would_be_ignored_raises(rank: int) -> None:
         late.prepare(Regression())
         with pytest.raises(RuntimeError, match="call it before accelerator.prepare"):
             prepare(late, SYNC)
-    with pytest.raises(TypeError, match="stands before a Trainer"):
+    with pytest.raises(TypeError, match="put FnddpTrainerMixin before a Trainer"):
 
         class Wrong(Trainer, FnddpTrainerMixin):
             pass

@@ -360,7 +360,7 @@ def test_the_models_gradients_stand_for_those_of_owners(rank: int):
     torch.testing.assert_close(owned.net.layers[0].weight.grad.norm() * 8, scaled)
     with pytest.raises(RuntimeError, match=r"aten.add.Tensor cannot have that of 'layers.0.weight'.*param_groups"):
         owned.net.layers[0].weight.grad + 1
-    with pytest.raises(RuntimeError, match=r"clip those of the model"):
+    with pytest.raises(RuntimeError, match=r"clip the gradients of the model"):
         torch.nn.utils.clip_grad_norm_([p for o in owned.optimizers for g in o.param_groups for p in g["params"]], 1.0)
     with mock.patch.object(owned.model, "_gather_norms", wraps=owned.model._gather_norms) as gathering:
         norm = torch.nn.utils.clip_grad_norm_(owned.net.parameters(), 1e-3)  # still there
@@ -1037,7 +1037,7 @@ def test_an_optimizer_without_owners_fails_with_what_one_rank_owned(rank: int, k
     model(torch.ones(2, 6)).sum().backward()
     with pytest.raises(RuntimeError, match="size|shape"):
         second.step()
-    with pytest.raises(ValueError, match=r"has loaded what one rank of fnddp.own had.*make it anew"):
+    with pytest.raises(ValueError, match=r"has loaded one rank's part of a state of fnddp.own.*make a new optimizer"):
         save(tmp_path, model, second)
 
 

@@ -353,7 +353,7 @@ def test_one_call_over_all_axes_names_the_one_that_knows_several_meshes(rank: in
     mesh = meshes(2, 2, names="expert_shard expert")
     model = in_one_module(mesh, 1.0)
     whole = DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("shard",))
-    with pytest.raises(TypeError, match=r"'1' is sharded over .*call compress_shards in the place of compress"):
+    with pytest.raises(TypeError, match=r"'1' is sharded over .*call compress_shards instead of compress"):
         compress(model, whole, gradients={"*.expert.*": "quantize(two_shot)", "*": "two_shot"})
     compress_shards(model, gradients={"*.expert.*": "quantize(two_shot)", "*": "two_shot"})
     loss(model, torch.ones(3, 8)).backward()

@@ -500,12 +500,12 @@ def test_other_pipelines_begin_anew_where_it_is_asked_for(rank: int, tmp_path: P
 @on_ranks(2)
 def test_what_does_not_fit_raises_on_all_ranks(rank: int) -> None:
     refused = {
-        "powersgd(allreduce)": "powersgd does not fit .* no matrices; .* compress_replicas",
+        "powersgd(allreduce)": "powersgd does not fit the flat buffers that FSDP sends, .* compress_replicas",
         "allreduce": "all_reduce does not fit",
         "quantize(allgather)": "FSDP sends gradients as two_shot does",
-        "two_shot(server_memory=True)": "and not as",
+        "two_shot(server_memory=True)": "as two_shot does and .* does not",
         "ef21(sign(two_shot))": "ef21 does not fit",
-        "shared_momentum(sign(two_shot))": "shared_momentum does not fit what FSDP sends",
+        "shared_momentum(sign(two_shot))": "shared_momentum does not fit",
         "bf16(two_shot, check=True)": "cast does not fit",
     }
     for text, expected in refused.items():
@@ -515,7 +515,7 @@ def test_what_does_not_fit_raises_on_all_ranks(rank: int) -> None:
         compress_shards(sharded(), weights="quantize(two_shot)")
     with pytest.raises(TypeError, match="rounds at random"):
         compress_shards(sharded(), weights="quantize(allgather, rounding='stochastic')")
-    with pytest.raises(TypeError, match="give a pipeline of gradients, of weights, or both"):
+    with pytest.raises(TypeError, match="give a pipeline for gradients, for weights, or both"):
         compress_shards(sharded())
     with pytest.raises(TypeError, match="fully_shard was not called on the model itself, a Net"):
         compress_shards(Net(), "two_shot")
@@ -525,7 +525,7 @@ def test_what_does_not_fit_raises_on_all_ranks(rank: int) -> None:
         compress_shards(partly, "two_shot")
     twice = sharded()
     compress_shards(twice, "two_shot")
-    with pytest.raises(TypeError, match="Scatter is set for the module 'layers.0' already"):
+    with pytest.raises(TypeError, match="Scatter is already set for the module 'layers.0'"):
         compress_shards(twice, "two_shot")
     with pytest.raises(RankMismatchError, match="disagree about gradients: rank 0: bf16.*rank 1: quantize"):
         compress_shards(sharded(), "quantize(two_shot)" if rank else "bf16(two_shot)")
@@ -548,7 +548,7 @@ def test_shards_of_hsdp_and_of_replicas(rank: int) -> None:
     assert torch.equal(local(both), local(native))
     with pytest.raises(TypeError, match="call it before compress_replicas"):
         compress_shards(both, "two_shot")
-    with pytest.raises(TypeError, match="compress_replicas: it has been called for this model already"):
+    with pytest.raises(TypeError, match="compress_replicas: it was already called for this model"):
         compress_replicas(both, "sign(allgather)", mesh["replicate"])
     lossy = sharded(mesh)
     compress_shards(lossy, "error_feedback(quantize(two_shot, bits=4))", "quantize(allgather)")
@@ -627,9 +627,9 @@ def test_one_handle_for_all_axes(rank: int) -> None:
     planned = str(plan_axes(groups, **options))  # without any rank, as the first ones of a node
     assert (planned == str(live)) == (mesh.get_local_rank("shard") == 0)
 
-    with pytest.raises(TypeError, match="give a pipeline of gradients, of weights, or of replicas"):
+    with pytest.raises(TypeError, match="give a pipeline for gradients, weights or replicas"):
         compress(sharded(mesh["shard"]), mesh)
-    with pytest.raises(TypeError, match="wants a mesh of two dimensions"):
+    with pytest.raises(TypeError, match="needs a mesh with two named dimensions"):
         compress(sharded(mesh["shard"]), mesh["shard"], replicas="allreduce")
     with pytest.raises(TypeError, match=r"'layers.0' is sharded over the ranks \[0, 1, 2, 3\], and the last dimension"):
         compress(sharded(), mesh, gradients="two_shot")
@@ -695,7 +695,7 @@ def _saves(rank: int, folder: str) -> Tensor:
 
 def _loads(rank: int, folder: str) -> Tensor:
     model, handle = _compressed(2, 1)
-    with pytest.raises(ValueError, match="of another number of shards"):  # the state between replicas is of others
+    with pytest.raises(ValueError, match="for another number of shards"):  # the state between replicas is of others
         load(folder, model, sync=handle)
     model, handle = _compressed(1, 2)
     load(folder, model, sync=handle)

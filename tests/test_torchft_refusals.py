@@ -56,14 +56,14 @@ SCATTERED = (REDUCE_SCATTER, torch.zeros(2, 1), torch.zeros(1), "sum", None)
 @pytest.mark.parametrize(
     ("does", "says"),
     [
-        (lambda: ManagerWire(StandIn(_use_async_quorum=True)), "give Manager use_async_quorum=False"),
+        (lambda: ManagerWire(StandIn(_use_async_quorum=True)), "pass use_async_quorum=False to Manager"),
         (
             lambda: ManagerWire(StandIn(_replica_world_size_mode=SimpleNamespace(name="FIXED_WITH_SPARES"))),
-            "leave world_size_mode out",
+            "remove world_size_mode",
         ),
         (lambda: ManagerWire(StandIn()).start(*SCATTERED), "'torchft-gloo' has no reduce_scatter"),
-        (lambda: ManagerWire(StandIn()).size("island"), "leave group out"),
-        (lambda: wrapped(fp16(all_reduce(group="island"))), "process group 'island', but a manager knows one group"),
+        (lambda: ManagerWire(StandIn()).size("island"), "remove group"),
+        (lambda: wrapped(fp16(all_reduce(group="island"))), "process group 'island', but a manager only has the group of the replicas"),
         (lambda: wrapped(fnddp.ef21(fnddp.topk(fnddp.allgather, k=1))), "use error_feedback"),
         (lambda: wrapped("auto"), 'sync="auto" measures torch.distributed'),
         (
@@ -114,7 +114,7 @@ def test_what_is_local_begins_at_zero_in_a_replica_that_joins():
 def test_a_manager_has_one_outer_step():
     manager: Any = StandIn()
     attach(manager, Network(0), None, "local_sgd(every=2)")
-    with pytest.raises(ValueError, match="this manager has an outer step"):
+    with pytest.raises(ValueError, match="this manager already has an outer step"):
         attach(manager, Network(0), None, "local_sgd(every=2)")
 
 

@@ -202,13 +202,13 @@ def test_the_plan_sends_the_weight_ahead_of_gradients(rank: int) -> None:
 
 REFUSED: dict[str, Any] = {
     r"stands outermost; write weighted\(error_feedback\(": "error_feedback(weighted(allreduce))",
-    r"stands outermost; write weighted\(partition\(": "partition({'a': weighted(allreduce), '*': allreduce})",
+    r"must be outermost; write weighted\(partition\(": "partition({'a': weighted(allreduce), '*': allreduce})",
     r"stands outermost; write weighted\(switch\(": "switch({0: weighted(allreduce), 2: allreduce})",
     "takes sum over ranks, and only a mean can be weighted": "weighted(all_reduce(op='sum'))",
     "over several process groups": "weighted(partition({'a': allreduce, '*': all_reduce(group='7')}))",
     "does not say over which process group": lambda: weighted(fnddp.from_hook(allreduce_hook, None)),
-    "value_and_grad: .* takes no weight": lambda: fnddp.value_and_grad(Given(), weighted(allreduce)),
-    "register: torch's class gives": lambda: fnddp.register(TorchDDP(Given()), weighted(allreduce)),
+    "value_and_grad: .* cannot take a weight": lambda: fnddp.value_and_grad(Given(), weighted(allreduce)),
+    "register: .* needs a weight in each step": lambda: fnddp.register(TorchDDP(Given()), weighted(allreduce)),
     r"allreduce takes none; write weighted\(allreduce\)": lambda: [
         way(allreduce)(gradients(0, 0), (), weight=2) for way in WAYS.values()
     ],

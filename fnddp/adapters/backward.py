@@ -271,8 +271,8 @@ def require_synchronized(owner: str, named: Iterable[tuple[str, Tensor]], known:
     new = [name for name, parameter in named if parameter.requires_grad and parameter not in known]
     if new:
         raise RuntimeError(
-            f"{owner}: {', '.join(new)} did not require a gradient when it was called, or came later, so ranks would "
-            f"train apart there; {fix}"
+            f"{owner}: {', '.join(new)} required no gradient, or did not exist, when it was called, so ranks would "
+            f"not synchronize them; {fix}"
         )
 
 

@@ -18,7 +18,7 @@ _PARTS = "parts"
 _PIPELINE = "pipeline"
 _ORDER = "order"  # key of the order of gradients, learnt in the owner's first step
 
-BEGIN_ANEW = "reset_sync=True to `load`, `prepare`, the Trainer or the strategy, to begin with an initial state"
+BEGIN_ANEW = "pass reset_sync=True to `load`, `prepare`, the Trainer or the strategy to begin with an initial state"
 """The advice in errors about a checkpoint with a pipeline state that cannot be loaded."""
 
 
@@ -161,8 +161,9 @@ class Checkpoint:
         saved_by = self.saved_by(state_dict)
         if saved_by != self._saved_size:
             raise ValueError(
-                f"sync_checkpoint: {saved_by} ranks have saved this checkpoint, and it is loaded as one of "
-                f"{self._saved_size}, which would lose residuals; pass sync_checkpoint(saved_world_size={saved_by})"
+                f"sync_checkpoint: {saved_by} ranks saved this checkpoint, but it is being loaded as one of "
+                f"{self._saved_size} ranks, which would lose residuals; pass "
+                f"sync_checkpoint(saved_world_size={saved_by})"
             )
         self.require_fitting(state_dict)
         saved = {key.removeprefix(self._prefix): value for key, value in state_dict.items()}
@@ -190,8 +191,8 @@ class Checkpoint:
     def _unfitting(self, saved: Mapping[str, Any], why: str) -> ValueError:
         return ValueError(
             f"the checkpoint has the state of {saved[self._prefix + _PIPELINE]}, which does not fit "
-            f"{self._owner.sync.over(None)} for this model: {why}; give that pipeline, to train on with its state, or "
-            f"{BEGIN_ANEW}"
+            f"{self._owner.sync.over(None)} for this model: {why}; to continue with this state, use that pipeline; "
+            f"otherwise {BEGIN_ANEW}"
         )
 
 

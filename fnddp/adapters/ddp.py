@@ -101,9 +101,9 @@ class Handle(PipelineHandle):
         for i, (p, strides) in enumerate(zip(known, bucket.layout.strides, strict=True)):
             if p.stride() != strides or (self._grads_are_views and grads[i].stride() != bucket.views[i].stride()):
                 raise RuntimeError(
-                    f"register: {bucket.layout.names[i]} has the strides {p.stride()}, and others when DDP made its "
-                    "buckets, in which gradients are laid out by those; change the memory format before the module is "
-                    "wrapped"
+                    f"register: {bucket.layout.names[i]} has strides {p.stride()} now, but had others when DDP built "
+                    "its buckets, which store gradients in those strides; change the memory format before wrapping "
+                    "the module"
                 )
 
     def _look_between(self) -> None:
@@ -296,8 +296,8 @@ def register(
     """
     if DistributedDataParallel not in type(model).__mro__:  # isinstance also holds for fnddp's class, without a reducer
         raise TypeError(
-            f"register: expected a torch.nn.parallel.DistributedDataParallel, got {type(model).__module__}."
-            f"{type(model).__name__}; of a fnddp.DistributedDataParallel set `sync`"
+            "register: expected a torch.nn.parallel.DistributedDataParallel, got "
+            f"{type(model).__module__}.{type(model).__name__}; for a fnddp.DistributedDataParallel, set its `sync`"
         )
     group = group_name(model.process_group)
     pipeline = automatic(lambda: {**_wrapped(model).parameters}, group, wire) if sync == AUTO else sync
@@ -305,17 +305,18 @@ def register(
 
     def set_up() -> dict[str, str]:
         if hook := torch_private.ddp_facts(model).get("comm_hook"):
-            raise RuntimeError(f"register: DDP has one hook slot, and {hook} is in it; wrap the module again")
+            raise RuntimeError(f"register: DDP accepts one hook, and {hook} is already set; wrap the module again")
         if model.skip_all_reduce_unused_params:
             raise ValueError(
-                "register: with skip_all_reduce_unused_params DDP calls no hook for a bucket that no rank uses, so a "
-                "step may not begin, or not end; leave it out, or take fnddp.DistributedDataParallel, which knows it"
+                "register: with skip_all_reduce_unused_params, DDP calls no hook for a bucket that no rank uses, so "
+                "a step may never begin or never end; remove that argument, or use fnddp.DistributedDataParallel, "
+                "which supports it"
             )
         given = pipeline_of("register: sync", pipeline)
         if given.takes_weight:
             raise TypeError(
-                f"register: torch's class gives a step no weight, which {given!r} needs; take "
-                "fnddp.DistributedDataParallel, or leave out weighted and scale the loss"
+                f"register: {given!r} needs a weight in each step, which torch's class cannot pass; use "
+                "fnddp.DistributedDataParallel, or remove weighted and scale the loss"
             )
         handles.append(Handle(model, given.over(group, unnamed_only=True), wire, backend))
         parameters = handles[0]._parameters  # pyright: ignore[reportPrivateUsage]

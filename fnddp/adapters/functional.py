@@ -85,8 +85,8 @@ def value_and_grad(
     pipeline = pipeline_of("value_and_grad: sync", sync)
     if pipeline.takes_weight:
         raise TypeError(
-            "value_and_grad: its arguments are those of the loss, so it takes no weight; call torch.func.grad, and "
-            f"{pipeline!r}(grads, state, weight=...), or fnddp.jit of it"
+            "value_and_grad: all its arguments are passed to the loss, so it cannot take a weight; call "
+            f"torch.func.grad, then {pipeline!r}(grads, state, weight=...), or fnddp.jit of that pipeline"
         )
     engines = Engines(pipeline, donation=Donation(gradients="yes"), learns_order=True, wire=wire, backend=backend)
 
@@ -100,8 +100,8 @@ def value_and_grad(
 
         if not DIFFERENTIATES_INFERENCE and torch.is_inference_mode_enabled():  # breaks a graph
             raise RuntimeError(
-                f"value_and_grad: in inference mode torch {torch.__version__} gives zeros for gradients; leave it, or "
-                "install torch 2.13 or later"
+                f"value_and_grad: torch {torch.__version__} returns zero gradients in inference mode; call it outside "
+                "of torch.inference_mode(), or install torch 2.13 or later"
             )
         # In inference mode torch.func still differentiates; autograd does not.
         if torch.compiler.is_compiling() or is_transforming() or torch.is_inference_mode_enabled():
@@ -115,8 +115,8 @@ def value_and_grad(
             refuse_differentiation([each for each in given if isinstance(each, Tensor)])
         if refuses_reentrant_checkpoints(_OWNER) and torch.is_grad_enabled():
             raise RuntimeError(
-                "value_and_grad: a gradient synchronization cannot run inside the loss_fn of another one: its "
-                "derivative is not defined; call it within torch.no_grad() if its results are constants"
+                "value_and_grad: a gradient synchronization cannot run inside the loss_fn of another one, because it "
+                "has no derivative; if its results are constants, call it within torch.no_grad()"
             )
         with engines.alone(leaves, state) as engine, applying(engine):
             try:
@@ -149,8 +149,8 @@ def _backward(
     def arrives(path: str, leaf: Tensor) -> None:
         if task is None:
             raise RuntimeError(
-                f"value_and_grad: loss_fn itself runs a backward that reaches leaf {path!r}; return that loss, or use "
-                "torch.autograd.grad"
+                f"value_and_grad: loss_fn itself runs a backward that reaches leaf {path!r}; return that loss "
+                "instead, or use torch.autograd.grad in loss_fn"
             )
         if current_backward() != task:
             raise _made_in_another_backward(path)
@@ -158,8 +158,8 @@ def _backward(
         assert grad is not None
         if grad.layout != torch.strided:
             raise ValueError(
-                f"value_and_grad: the gradient of leaf {path!r} has layout {grad.layout}, and only dense ones are "
-                "synchronized; leave out sparse=True"
+                f"value_and_grad: the gradient of leaf {path!r} has layout {grad.layout}, but only dense gradients "
+                "can be synchronized; remove sparse=True from its layer"
             )
         if step.put(positions[path], grad):
             step.advance()
@@ -189,9 +189,9 @@ def _backward(
 
 def _made_in_another_backward(path: str) -> RuntimeError:
     return RuntimeError(
-        f"value_and_grad: the gradient of leaf {path!r} is made by a custom autograd function in a backward of its "
-        "own, such as a reentrant checkpoint; pass the parameter to the function as an input, or checkpoint with "
-        "use_reentrant=False"
+        f"value_and_grad: the gradient of leaf {path!r} is computed by a custom autograd function that runs its own "
+        "backward, such as a reentrant checkpoint; pass the parameter to the function as an input, or checkpoint "
+        "with use_reentrant=False"
     )
 
 
@@ -199,7 +199,7 @@ def _checked(path: str, leaf: Tensor) -> Tensor:
     if not tree.is_inexact(leaf):
         raise TypeError(
             f"value_and_grad: leaf {path!r} is {leaf.dtype}, which has no gradient; params must be floating-point or "
-            "complex: pass other tensors as part of the batch"
+            "complex: pass other tensors with the batch"
         )
     return leaf
 

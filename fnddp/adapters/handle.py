@@ -42,8 +42,8 @@ def warn_without_memory(sync: Sync) -> None:
     if live_rank(None) == 0 and (biased := biased_without_memory(sync)):
         name = type(biased).__name__
         _log.warning(
-            f"{sync}: what {name} leaves out of a gradient is lost, and training may end far from where it should; "
-            f"error_feedback({name}(...)) adds it to the next gradient"
+            f"{sync}: {name} discards part of each gradient, so training may end at a much higher loss; "
+            f"error_feedback({name}(...)) adds the discarded part to the next gradient"
         )
 
 
@@ -51,7 +51,7 @@ def log_adopted(taken: Sync, saved: Sync) -> None:
     """Log on the first rank that another pipeline replaces the one that "auto" chose."""
     taken, saved = taken.over(None), saved.over(None)
     if live_rank(None) == 0 and saved != taken:
-        _log.warning(f'sync="auto" continues with {saved}, which was set or loaded, in place of {taken}')
+        _log.warning(f'sync="auto" continues with {saved}, which was set or loaded, instead of {taken}')
 
 
 class HasPipeline:
@@ -194,8 +194,8 @@ class PipelineHandle(HasPipeline):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} runs in one model and cannot be copied or pickled; save "
-            "fnddp.state_dict(handle.sync_state), and set up the pipeline again in a copy of the model"
+            f"a {type(self).__name__} belongs to one model and cannot be copied or pickled; save "
+            "fnddp.state_dict(handle.sync_state), and attach the pipeline to the copy of the model"
         )
 
     def _connect(self, *, is_measured: bool) -> None:

@@ -130,8 +130,8 @@ class Bucket:
     def parameters(self) -> list[Tensor]:
         if self._parameters is None:
             raise TypeError(
-                "from_hook: this hook calls bucket.parameters(), but a pipeline has gradients only; "
-                "pass parameters={path: parameter}"
+                "from_hook: this hook calls bucket.parameters(), but a pipeline only has gradients; pass "
+                "parameters={path: parameter}"
             )
         return self._parameters
 

@@ -74,8 +74,9 @@ class OwnedGradient(Tensor):
                 self.added = None
             elif self.added is not None and func not in _LINEAR:
                 raise RuntimeError(
-                    f"own: {func} of the gradient of {self.path!r}, a part of which no backward has synchronized, as "
-                    "of a backward within no_sync; run the last backward of a step before it, outside of no_sync"
+                    f"own: {func} reads the gradient of {self.path!r}, part of which is not synchronized yet, for "
+                    "example after a backward within no_sync; first run the last backward of the step, outside of "
+                    "no_sync"
                 )
             elif self.added is not None:
                 func(self.added, *others, **(kwargs or {}))
@@ -85,9 +86,9 @@ class OwnedGradient(Tensor):
         names = [each.path for each in optree.tree_leaves(args) if isinstance(each, cls)]  # pyright: ignore
         what = f"that of {names[0]!r}" if names else "one"
         raise RuntimeError(  # not a TypeError: Python would change its text to "unsupported operand"
-            f"own: gradients are at the ranks that own them, so {func} cannot have {what}. Norms, clipping (as in "
-            "torch.nn.utils.clip_grad_norm_), scaling by a number and zero_ work here, on all ranks alike; what this "
-            "rank owns is in the param_groups of the optimizer"
+            f"own: gradients are only on the ranks that own them, so {func} cannot use {what}. Norms, clipping (such "
+            "as torch.nn.utils.clip_grad_norm_), scaling by a number and zero_ work here, on all ranks; the leaves "
+            "that this rank owns are in the optimizer's param_groups"
         )
 
     def __repr__(self, **_: Any) -> str:
@@ -115,8 +116,8 @@ class OthersGradient(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "norm" in func.name():
             raise RuntimeError(
-                "own: the parameters of this optimizer are those that this rank owns, and their norm is another one on "
-                "each rank; clip those of the model: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+                "own: this optimizer holds only the parameters that this rank owns, so their norm differs between "
+                "ranks; clip the gradients of the model: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
             )
         plain: Any = optree.tree_map(lambda x: x.value if isinstance(x, OthersGradient) else x, args)  # pyright: ignore
         return func(*plain, **(kwargs or {}))

@@ -161,8 +161,8 @@ def load(
         dcp.load(about, checkpoint_id=folder, process_group=group, planner=planner)
     except CheckpointException as error:
         raise ValueError(
-            f"load: {folder} has no state of a pipeline for this rank: it was written without one, or of another "
-            f"number of shards ({error}); give {BEGIN_ANEW}"
+            f"load: {folder} has no pipeline state for this rank: it was written without one, or for another number "
+            f"of shards ({error}); {BEGIN_ANEW}"
         ) from error
     if not reset_sync:
         checkpoint.require_fitting(about[_SYNC])
@@ -189,7 +189,7 @@ def load(
         for each, states in before.items():
             each.state.update(states)
         if reading.has_begun and isinstance(keeper, HasPipeline):
-            half = RuntimeError(f"load has failed within {folder}, of which model and optimizers may have a part")
+            half = RuntimeError(f"load failed while reading {folder}: the model and optimizers may be partly loaded")
             half.__cause__ = error
             keeper.refuse(half)
         raise
@@ -277,14 +277,14 @@ def _given(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> tup
         name = type(each).__name__
         if owned_in(each.param_groups) is not None:
             raise ValueError(
-                f"{name} has loaded what one rank of fnddp.own had of a state, without own, so it lacks what others "
-                "had; make it anew, and load the result of optimizer_state_dict(), or of save"
+                f"{name} has loaded one rank's part of a state of fnddp.own, without own, so the parts of other ranks "
+                "are missing; make a new optimizer, and load the result of optimizer_state_dict() or of save"
             )
         if owner_of(each) == "own_matrices":
             raise TypeError(
-                f"{name} has its state at the owners of matrices (own_matrices), where torch's checkpoint looks for "
-                "that of shards: leave it out of `optimizers`, and save the result of optimizer_state_dict() of what "
-                "own_matrices has returned, which load_optimizer_state_dict takes"
+                f"{name} keeps its state at the owners of matrices (own_matrices), but torch's checkpoint expects the "
+                "state of shards: leave it out of `optimizers`, call optimizer_state_dict() of the object that "
+                "own_matrices returned, save the result, and restore it with load_optimizer_state_dict"
             )
     return getattr(model, "_orig_mod", model), stepping
 
@@ -352,7 +352,9 @@ def _of_owners(model: OwnerDataParallel, given: Sequence[Optimizer]) -> Optimize
     owned = model.optimizers
     if given and {*map(id, given)} != {*map(id, owned)}:
         names, all_names = (", ".join(type(each).__name__ for each in some) for some in (given, owned))
-        raise ValueError(f"a model of own saves all its optimizers ({all_names}) or none, and got {names}; give these")
+        raise ValueError(
+            f"a model of own saves all its optimizers ({all_names}) or none, got {names}; pass all of them"
+        )
     return model.optimizer_checkpoint() if given else None
 
 
@@ -373,10 +375,9 @@ def _require_equal_parameters(model: nn.Module, sync: HasCheckpoint | None, grou
     apart = [name for name, p in named if not isinstance(p, DTensor) and _is_unreduced(pipeline, name)]
     if apart:
         raise ValueError(
-            f"{pipeline} leaves gradients as they are on each rank, in some steps at least, so {', '.join(apart[:3])} "
-            "may differ between ranks, and a checkpoint would have some of one rank and some of another: give each "
-            "rank a folder of its own and group=dist.new_subgroups(1)[0], or pass what outer.attach has returned as "
-            "`sync`, if that is what exchanges them"
+            f"{pipeline} does not average gradients in every step, so {', '.join(apart[:3])} may differ between "
+            "ranks, and a checkpoint would mix the parameters of several ranks: give each rank its own folder and "
+            "group=dist.new_subgroups(1)[0], or, if outer.attach exchanges the parameters, pass its result as `sync`"
         )
 
 

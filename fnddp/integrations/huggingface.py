@@ -25,9 +25,9 @@ from fnddp.wire.groups import live_rank, rank, world_size
 _NAME = "fnddp"
 _SAVES_WITHIN = 2.0  # seconds between the files of ranks that save together
 _ADVICE = (
-    "and each rank has a part of the pipeline's state of its own, for which it must save a file "
-    "(accelerator.save_state on all ranks, not on the main process alone) in a folder that all ranks see; to go on "
-    f"without that state, give {BEGIN_ANEW}"
+    "but each rank must have saved its own part of the pipeline's state there: call accelerator.save_state on all "
+    "ranks, not only on the main process, with a folder that all ranks see; to continue without that state, "
+    f"{BEGIN_ANEW}"
 )
 _log = get_logger(__name__)
 _TRAINER_METHODS = (
@@ -51,8 +51,9 @@ class Pipelines:
         found = self._find(model)
         if found is None:
             raise ValueError(
-                f"no pipeline runs in this {type(model).__name__}: it is not what accelerator.prepare returned, or "
-                "there is one process alone, for which Accelerate wraps nothing"
+                f"no pipeline runs in this {type(model).__name__}: either it is not the model that "
+                "accelerator.prepare returned, or there is only one process, for which Accelerate does not wrap the "
+                "model"
             )
         return found
 
@@ -75,9 +76,9 @@ class Pipelines:
                 self._looks_for_files = False
                 if not _comes(_file(folder, name, 1)):
                     _log.warning(
-                        f"rank 1 has not saved its part of the state of {handle.sync} in {folder}, without which "
-                        "load_state refuses to resume: call accelerator.save_state on all ranks, not on the main "
-                        "process alone"
+                        f"rank 1 has not saved its part of the state of {handle.sync} in {folder}, and load_state "
+                        "will refuse to resume without it: call accelerator.save_state on all ranks, not only on the "
+                        "main process"
                     )
 
     def load(self, models: Sequence[nn.Module], folder: str) -> None:
@@ -90,8 +91,8 @@ class Pipelines:
 
         if not self._handles and any(Path(folder).glob(f"{_NAME}-rank*.pt")):
             _log.warning(
-                f"the state of a pipeline in {folder} is not used: there is one process alone, for which Accelerate "
-                "wraps nothing, so no pipeline runs"
+                f"the pipeline state in {folder} is not used: with only one process Accelerate does not wrap the "
+                "model, so no pipeline runs"
             )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -101,10 +102,10 @@ class Pipelines:
             if any(p.numel() and p.data_ptr() == tensor.data_ptr() for p in parameters):
                 self._looks_for_parameters = False
                 _log.warning(
-                    "accelerator.reduce takes the mean of parameters, as accelerate.LocalSGD lets it, whose backwards "
-                    f"are within no_sync: {self.sync} runs in none of these steps. For local steps with a pipeline, "
-                    "without LocalSGD and without prepare: fnddp.outer.attach(model, optimizer, "
-                    "fnddp.outer.local_sgd(every=8, sync=...)), or fnddp.outer.diloco, whose pipeline may be lossy"
+                    "accelerator.reduce averages parameters here, as accelerate.LocalSGD does, which runs its "
+                    f"backwards within no_sync: {self.sync} runs in none of these steps. For local steps with a "
+                    "pipeline, use neither LocalSGD nor prepare, but fnddp.outer.attach(model, optimizer, "
+                    "fnddp.outer.local_sgd(every=8, sync=...)), or fnddp.outer.diloco, which allows lossy pipelines"
                 )
         return reduce_over_ranks(tensor, reduction, scale)
 
@@ -198,21 +199,23 @@ def prepare(accelerator: Accelerator, sync: str | Sync, *, reset_sync: bool = Fa
     parallelism = getattr(accelerator, "parallelism_config", None)
     if kind != DistributedType.NO and not kind.value.startswith("MULTI_"):
         raise TypeError(
-            f"prepare: Accelerate runs {kind.value}, which does not wrap models in torch's DistributedDataParallel, so "
-            "no pipeline would run; for FSDP2 call fully_shard and fnddp.integrations.fsdp.compress yourself"
+            f"prepare: Accelerate runs {kind.value}, which does not wrap models in torch's DistributedDataParallel, "
+            "so no pipeline would run; for FSDP2, call fully_shard and fnddp.integrations.fsdp.compress yourself"
         )
     if parallelism is not None and parallelism.tp_enabled:
         raise TypeError("prepare: with tensor parallelism Accelerate does not wrap models, so no pipeline would run")
     if isinstance(wrapping, Pipelines):
-        raise RuntimeError(f"prepare: this accelerator has {wrapping.sync} already; make another Accelerator")
+        raise RuntimeError(
+            f"prepare: this accelerator already has the pipeline {wrapping.sync}; make another Accelerator"
+        )
     if wrapping is not None and wrapping.comm_hook != DDPCommunicationHookType.NO:
         raise TypeError(
-            f"prepare: DistributedDataParallelKwargs has comm_hook={wrapping.comm_hook!r}, and torch's class has one "
-            "slot; leave it out, and pass the pipeline as `sync`"
+            f"prepare: DistributedDataParallelKwargs has comm_hook={wrapping.comm_hook!r}, and torch's class accepts "
+            "only one hook; remove it, and pass the pipeline as `sync`"
         )
     if accelerator._models:  # pyright: ignore[reportPrivateUsage]
         raise RuntimeError(
-            "prepare: call it before accelerator.prepare, which has wrapped a model without the pipeline"
+            "prepare: call it before accelerator.prepare, which has already wrapped a model without the pipeline"
         )
     pipelines = Pipelines(resolved(sync), wrapping, reset_sync=reset_sync)
     accelerator.ddp_handler = pipelines  # pyright: ignore[reportAttributeAccessIssue]
@@ -246,8 +249,8 @@ class FnddpTrainerMixin:
         missing = [name for name in _TRAINER_METHODS if not hasattr(super(FnddpTrainerMixin, cls), name)]
         if missing:
             raise TypeError(
-                f"{cls.__name__}: FnddpTrainerMixin stands before a Trainer of transformers 5, as in "
-                f"class {cls.__name__}(FnddpTrainerMixin, Trainer); the class after it has no {', '.join(missing)}"
+                f"{cls.__name__}: put FnddpTrainerMixin before a Trainer of transformers 5, as in class "
+                f"{cls.__name__}(FnddpTrainerMixin, Trainer); the class after it has no {', '.join(missing)}"
             )
 
     def __init__(self, *args: Any, sync: str | Sync = "allreduce", reset_sync: bool = False, **kwargs: Any) -> None:
@@ -263,7 +266,10 @@ class FnddpTrainerMixin:
         """Prepare the Trainer's accelerator before it wraps anything."""
         super().create_accelerator_and_postprocess()  # pyright: ignore[reportAttributeAccessIssue]
         if self.args.n_gpu > 1:
-            raise TypeError(f"{type(self).__name__}: {self.args.n_gpu} GPUs in one process; start one each: torchrun")
+            raise TypeError(
+                f"{type(self).__name__}: {self.args.n_gpu} GPUs in one process; start one process for each GPU with "
+                "torchrun"
+            )
         self.pipelines = prepare(self.accelerator, self._sync, reset_sync=self._resets_sync)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

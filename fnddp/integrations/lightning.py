@@ -171,8 +171,8 @@ def _pipeline(sync: str | Sync, kwargs: Mapping[str, Any]) -> Sync | Auto:
     given = [name for name in hooks if kwargs.get(name) is not None]
     if given:
         raise TypeError(
-            f"the strategy takes no {given[0]}: its pipeline `sync` replaces it. For a communication hook of torch, "
-            "give sync=fnddp.from_hook(hook, state)"
+            f"the strategy takes no {given[0]}: its pipeline `sync` replaces it. To use a communication hook of "
+            "torch, pass sync=fnddp.from_hook(hook, state)"
         )
     return resolved(sync)
 

@@ -90,12 +90,13 @@ class ManagerWire(Elastic):
         self._reported: BaseException | None = None
         if self._manager._use_async_quorum:
             raise ValueError(
-                "ManagerWire: the manager's quorum is asynchronous, so a replica that heals would take part in a step "
-                "with the state that it had before; give Manager use_async_quorum=False"
+                "ManagerWire: the manager's quorum is asynchronous, so a replica that heals would take part in a "
+                "step with its old state; pass use_async_quorum=False to Manager"
             )
         if self._manager._replica_world_size_mode.name != "DYNAMIC":
             raise ValueError(
-                "ManagerWire: the manager has spares, whose gradients would be in the mean; leave world_size_mode out"
+                "ManagerWire: the manager has spare replicas, and the mean would include their gradients; remove "
+                "world_size_mode"
             )
 
     def __eq__(self, other: object) -> bool:
@@ -159,8 +160,8 @@ class ManagerWire(Elastic):
         name: str = self._manager._pg.getBackendName()
         if REDUCE_SCATTER in kinds and name.startswith("torchft") and name.endswith("gloo"):
             raise ValueError(
-                f"ManagerWire: torchft's process group {name!r} has no reduce_scatter; use a pipeline without one, "
-                "such as two_shot, or a process group of another backend"
+                f"ManagerWire: torchft's process group {name!r} has no reduce_scatter; use a pipeline that needs "
+                "none, such as two_shot, or a process group of another backend"
             )
 
     def _started(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None) -> Any:
@@ -219,8 +220,8 @@ def _start(pg: Any, kind: Kind, send: Tensor, receive: Tensor, op: str | None) -
 def _require_unnamed(group: str | None) -> None:
     if group is not None:
         raise ValueError(
-            f"ManagerWire: the pipeline reduces over process group {group!r}, but a manager knows one group, that of "
-            "the replicas; leave group out"
+            f"ManagerWire: the pipeline reduces over process group {group!r}, but a manager only has the group of the "
+            "replicas; remove group"
         )
 
 
@@ -283,11 +284,11 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
     def __init__(self, manager: "Manager", module: nn.Module, *, sync: Sync | str = allreduce, **kwargs: Any) -> None:
         decided = kwargs.keys() & {"process_group", "device_mesh", "init_sync", "forward_sync_buffers", "wire"}
         if decided:
-            raise TypeError(f"torchft's manager decides {', '.join(sorted(decided))}; leave it out")
+            raise TypeError(f"torchft's manager decides {', '.join(sorted(decided))}; remove that argument")
         sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
         if sharded:
             raise TypeError(
-                f"parameter {sharded[0]!r} is a DTensor, whose gradient FSDP reduces; give the local shards of all "
+                f"parameter {sharded[0]!r} is a DTensor, and FSDP reduces its gradient; pass the local shards of all "
                 "gradients to fnddp.jit(sync, wire=ManagerWire(manager))"
             )
         kwargs.pop("broadcast_buffers", None)
@@ -319,8 +320,8 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
     def _start_quorum(self, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if all(key.startswith(_KEY) for key in self.manager._user_state_dicts):
             raise ValueError(
-                "the manager has no state_dict, so a replica that joins would get no parameters; give Manager "
-                "state_dict and load_state_dict for the model and the optimizer"
+                "the manager has no state_dict, so a replica that joins would get no parameters; pass state_dict and "
+                "load_state_dict, for the model and the optimizer, to Manager"
             )
         if self._refused is not None:
             raise self._refused
@@ -343,7 +344,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
 
     def _leave_out(self, begun: int) -> None:
         """End a step that the script left without `should_commit`, in the quorum where the others wait for it."""
-        error = RuntimeError("this replica has not finished its backward, or left it out")
+        error = RuntimeError("this replica has not finished its backward, or never called it")
         if sum(key.startswith(_KEY) for key in self.manager._user_state_dicts) > 1:
             self._replicas.lose(error)  # the others may wait in a step of any of its models
             self._replicas.hang_up()
@@ -381,7 +382,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
             self._epoch = self._replicas.epoch
             return
         differs = first_difference([other for _, other in everyone])
-        error = RankMismatchError(f"of the replicas of quorum {self._replicas.epoch}, {differs}")
+        error = RankMismatchError(f"among the replicas of quorum {self._replicas.epoch}, {differs}")
         _, taken = min(everyone, key=lambda each: each[0])  # the first of several
         if mine != taken:
             raise error
@@ -439,7 +440,9 @@ def attach(
     replicas, has_committed, refused = ManagerWire(manager), False, list[Exception]()
     key, known = f"{_KEY}.outer", manager._user_state_dicts  # pyright: ignore[reportPrivateUsage]
     if key in known:
-        raise ValueError("this manager has an outer step, and each exchange takes a quorum: give each model a manager")
+        raise ValueError(
+            "this manager already has an outer step, and each exchange takes a quorum: give each model its own manager"
+        )
 
     def prepare() -> None:
         if refused:
@@ -506,15 +509,16 @@ def _require_elastic(sync: Sync, grads: Leaves) -> None:
         _require_unnamed(group)
     if any(isinstance(each, ef21) for each in all_in(sync)):
         raise ValueError(
-            f"{sync!r}: ef21 holds the mean of all replicas' estimates, which would be wrong once a replica leaves; "
-            "use error_feedback"
+            f"{sync!r}: ef21 stores the mean of all replicas' estimates, and that would be wrong once a replica "
+            "leaves; use error_feedback"
         )
     two, three = [_described(sync, grads, n) for n in (2, 3)]
     if two != three:
         path = next(path for path in [*two, *three] if two.get(path) != three.get(path))
         raise ValueError(
             f"{sync!r}: {path!r} of its state is {two.get(path)} for two replicas and {three.get(path)} for three, so "
-            "it cannot continue when one leaves; use one whose state has one shape (two_shot without server_memory)"
+            "it cannot continue when one leaves; use a pipeline with a state of constant shape (two_shot without "
+            "server_memory)"
         )
 
 

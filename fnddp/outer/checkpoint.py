@@ -87,7 +87,8 @@ class OuterCheckpoint(Checkpoint):
         if set(saved[_PARTS]) != set(mine[_PARTS]):
             raise ValueError(
                 f"the checkpoint has the state of {saved[_OUTER]}, which does not fit {mine[_OUTER]} for this model: "
-                f"{differing(saved[_PARTS], mine[_PARTS])}; give that step, to train on with its state, or {BEGIN_ANEW}"
+                f"{differing(saved[_PARTS], mine[_PARTS])}; to continue with this state, use that step; otherwise "
+                f"{BEGIN_ANEW}"
             )
 
     def prepare(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:

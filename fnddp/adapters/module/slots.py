@@ -47,7 +47,7 @@ class WrappedParameters:
         named = {name: p for name, p in module.named_parameters() if name not in ignored}
         trained = {name for name, p in named.items() if p.requires_grad or name in before}
         if not trained:
-            raise RuntimeError(f"{OWNER}: no parameter of the module requires a gradient; use it unwrapped")
+            raise RuntimeError(f"{OWNER}: no parameter of the module requires a gradient; use the module unwrapped")
         return cls(
             parameters={name: p for name, p in named.items() if name in trained and p not in theirs},
             frozen={name: p for name, p in named.items() if name not in trained and p not in theirs},

@@ -135,7 +135,7 @@ class Steps:
     def detach(self) -> None:
         """Remove all hooks of parameters."""
         if self._hooks and self.engine.is_open:
-            self.backward.fail(RuntimeError("its hooks were removed"))
+            self.backward.fail(RuntimeError("the hooks were removed"))
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -260,9 +260,9 @@ class Steps:
             return False
         if not nodes:
             error = RuntimeError(
-                f"{OWNER}: a hook within a backward has called another backward before the outer one had a gradient, "
-                "and no tensor was found in the module's output; return tensors in a list, a dict or a dataclass, or "
-                "call backward outside of hooks"
+                f"{OWNER}: a hook called backward within another backward before that one had computed a gradient, "
+                "and the module's output contains no tensor that was found; return tensors in a list, dict or "
+                "dataclass, or call backward outside of hooks"
             )
             self.backward.fail_next(error)
             raise error
@@ -313,14 +313,15 @@ class Steps:
             return error
         if not error.is_unlike:
             return RuntimeError(
-                f"{OWNER}: the gradient of parameter {error.path!r} has arrived already in this step: a custom "
-                "autograd function runs the module in its backward, and the same backward reaches it outside of "
-                "that; call backward for each of the two losses, or use checkpoint(..., use_reentrant=False)"
+                f"{OWNER}: the gradient of parameter {error.path!r} arrived twice in this step: a custom autograd "
+                "function runs the module in its own backward, and the same backward also reaches the module outside "
+                "of that function; call backward once for each of the two losses, or use checkpoint(..., "
+                "use_reentrant=False)"
             )
         expected = self.engine.leaves[error.path]
         return ValueError(
-            f"{OWNER}: parameter {error.path!r} was {expected} on {expected.device} when the module was wrapped, "
-            f"and its gradient is {describe(error.grad)} on {error.grad.device} now; wrap the module again"
+            f"{OWNER}: parameter {error.path!r} was {expected} on {expected.device} when the module was wrapped, but "
+            f"its gradient is now {describe(error.grad)} on {error.grad.device}; wrap the module again"
         )
 
     # End of a step
@@ -365,9 +366,9 @@ class Steps:
             if name in taken.deferred - missing:
                 raise RuntimeError(
                     f"{OWNER}: parameter {name!r} is used both inside and outside a reentrant checkpoint (or another "
-                    "custom autograd function whose backward runs a backward of its own), and its gradient was "
-                    "synchronized before that ran; checkpoint with use_reentrant=False, or pass the parameter to the "
-                    "function as an input"
+                    "custom autograd function that runs its own backward), and its gradient was synchronized before "
+                    "that backward ran; checkpoint with use_reentrant=False, or pass the parameter to the function "
+                    "as an input"
                 )
             self._take(taken, name)
         # These hold the mean of an earlier backward. Other ranks add their gradients to it and send the sum.
@@ -445,7 +446,7 @@ class Steps:
         A backward that is still running counts as unfinished, except in other threads than its forward's: raise there.
         """
         if self.backward.step is not None and not self.backward.has_raised and self._thread != threading.get_ident():
-            raise RuntimeError(f"{OWNER}: a backward of this module is running in another thread; wait for its end")
+            raise RuntimeError(f"{OWNER}: a backward of this module is running in another thread; wait until it ends")
         self.backward.require_idle()
         self._fast.close()  # still open if the step failed together with another engine's
         self.engine.refuse_after_failure()
@@ -478,6 +479,6 @@ class Steps:
 def _refuse_compiled_autograd() -> None:
     if torch_private.is_compiled_autograd():
         raise RuntimeError(
-            f"{OWNER}: gradients are not synchronized in a backward that compiled autograd runs; turn "
-            "torch._dynamo.config.compiled_autograd off (torch.compile of the model works without it)"
+            f"{OWNER}: gradients cannot be synchronized in a backward that compiled autograd runs; set "
+            "torch._dynamo.config.compiled_autograd to False (torch.compile of the model works without it)"
         )

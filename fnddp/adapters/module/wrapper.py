@@ -329,7 +329,7 @@ class DistributedDataParallel(TorchNames):
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         active = torch_private.active_ddp()
         if active is not None and self in active.modules():
-            raise _shared_with_torch("it, or a module of which it is a part,")
+            raise _shared_with_torch("it, or a module that contains it,")
         self._take_in_thawed()
         self._slots.require_known(self.module, has_gradients=torch.is_grad_enabled())
         if self._synchronizes:
@@ -376,14 +376,15 @@ class DistributedDataParallel(TorchNames):
         others = {name: t for name, t in tensors.items() if t is not known[name]}
         if differentiated := [name for name, t in others.items() if torch_private.is_differentiated(t)]:
             raise RuntimeError(
-                f"{OWNER}: torch.func differentiates with respect to {', '.join(differentiated)}, and such gradients "
-                "are not synchronized here; use fnddp.value_and_grad, or differentiate model.module and synchronize "
-                "the result: grads, state = sync(grads, state). For gradients of this rank alone use model.no_sync()"
+                f"{OWNER}: torch.func differentiates with respect to {', '.join(differentiated)}, and this class "
+                "cannot synchronize such gradients; use fnddp.value_and_grad, or differentiate model.module and "
+                "synchronize the result: grads, state = sync(grads, state). To get this rank's own gradients, use "
+                "model.no_sync()"
             )
         if replaced := [name for name, t in others.items() if isinstance(t, nn.Parameter) and t.requires_grad]:
             raise RuntimeError(
-                f"{OWNER}: {', '.join(replaced)} were replaced after the module was wrapped, and gradients of the new "
-                "parameters are not synchronized; wrap the module again, or call model.module with them"
+                f"{OWNER}: {', '.join(replaced)} were replaced after the module was wrapped; gradients of the new "
+                "parameters would not be synchronized; wrap the module again, or call model.module with them"
             )
 
     @torch_private.untraced
@@ -527,6 +528,6 @@ def _parts(module: nn.Module) -> list[DistributedDataParallel]:
 
 def _shared_with_torch(what: str) -> RuntimeError:
     return RuntimeError(
-        f"{OWNER}: {what} is wrapped in torch's DistributedDataParallel, too, and each would take gradients from the "
-        "other; wrap it in one of the two only"
+        f"{OWNER}: {what} is also wrapped in torch's DistributedDataParallel, and the two would interfere with each "
+        "other's gradients; wrap it in only one of them"
     )

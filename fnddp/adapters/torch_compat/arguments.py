@@ -45,7 +45,7 @@ def checked_devices(
         )
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise RuntimeError(
-            f"{OWNER}: the module has parameters without a shape yet; run its forward once before you wrap it"
+            f"{OWNER}: the module has uninitialized lazy parameters; run its forward once before wrapping it"
         )
     devices = {parameter.device for parameter in parameters}
     types = {device.type for device in devices}
@@ -60,7 +60,7 @@ def checked_devices(
     if len(devices) != 1 or types == {"cpu"} or not device_ids:
         raise ValueError(
             f"{OWNER}: device_ids {device_ids} and output_device {output_device} are for modules on one GPU, got "
-            f"parameters on {sorted(map(str, devices))}; leave both out, and move inputs yourself"
+            f"parameters on {sorted(map(str, devices))}; remove both arguments, and move the inputs yourself"
         )
     indices = [torch_private.device_index(device, True) for device in device_ids]
     return indices, indices[0] if output_device is None else torch_private.device_index(output_device, True)
@@ -70,9 +70,9 @@ def checked_buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: b
     """Return whether buffers are broadcast before each forward, and whether they are when the module is wrapped."""
     if broadcast_buffers is not None:
         warnings.warn(
-            "`broadcast_buffers` is deprecated in torch 2.13, and ignored where `forward_sync_buffers` is given; use "
-            "that. Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers equal once, when "
-            "the module is wrapped",
+            "`broadcast_buffers` is deprecated in torch 2.13, and ignored if `forward_sync_buffers` is given; use "
+            "that instead. Unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still makes buffers equal "
+            "once, when the module is wrapped",
             FutureWarning,
             stacklevel=3,
         )
@@ -99,7 +99,8 @@ def with_wire_dtype(sync: T, mixed_precision: Any) -> T | Sync:
         return sync if dtype is None else cast(allreduce, dtype)
     if mixed_precision.reduce_dtype is not None:
         raise ValueError(
-            f"{OWNER}: mixed_precision has reduce_dtype={mixed_precision.reduce_dtype}, but the pipeline {sync!r} says "
-            "itself what travels; leave reduce_dtype out and write it there, as in fp16(allreduce)"
+            f"{OWNER}: mixed_precision has reduce_dtype={mixed_precision.reduce_dtype}, but the pipeline {sync!r} "
+            "itself decides the dtype that is sent; remove reduce_dtype and put a cast in the pipeline, such as "
+            "fp16(allreduce)"
         )
     return sync

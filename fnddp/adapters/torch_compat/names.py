@@ -93,8 +93,9 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
     @property
     def _is_accelerate_prepared(self) -> bool:
         raise TypeError(
-            "Accelerate would wrap a fnddp.DistributedDataParallel once more, in torch's class, and synchronize twice; "
-            "call fnddp.integrations.huggingface.prepare(accelerator, sync), and give it the module itself"
+            "Accelerate would wrap a fnddp.DistributedDataParallel again, in torch's class, and synchronize twice; "
+            "call fnddp.integrations.huggingface.prepare(accelerator, sync), and pass the unwrapped module to "
+            "accelerator.prepare"
         )
 
     # End of a backward (torch 2.15 and later)
@@ -112,8 +113,8 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
     def finalize_backward(self) -> None:
         """Raise a RuntimeError, as torch's class does if the caller is not required to end backwards."""
         raise RuntimeError(
-            f"{OWNER}: a step ends with its backward, where all ranks agree on it, so that none is left to the caller; "
-            "leave out finalize_backward() and require_manual_backward_finalization"
+            f"{OWNER}: each step ends with its backward, where all ranks agree on its result, so the caller has "
+            "nothing to finalize; remove finalize_backward() and require_manual_backward_finalization"
         )
 
     # Uneven inputs
@@ -189,7 +190,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         except RuntimeError as error:
             self._engine.broken = error
             raise CollectiveError(
-                f"buffers could not be made equal in forward: {error}. Another rank has failed or left, or is in "
+                f"buffers could not be made equal in forward: {error}. Another rank has failed, has left, or is in "
                 "another step; see its own error"
             ) from error
 

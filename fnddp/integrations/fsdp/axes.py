@@ -155,8 +155,9 @@ def plan_axes(
         for path in parameters:
             if (first := owner.setdefault(path, name)) != name:
                 raise ValueError(
-                    f"plan_axes: groups {first!r} and {name!r} both have a parameter {path!r}; name each as "
-                    "model.named_parameters() does, such as layer.named_parameters('layers.0') for the group 'layers.0'"
+                    f"plan_axes: groups {first!r} and {name!r} both have a parameter {path!r}; name each parameter as "
+                    "model.named_parameters() does, such as layer.named_parameters('layers.0') for the group "
+                    "'layers.0'"
                 )
     n = sizes["shards"]
     of_gradients, of_weights = fitting("gradients", gradients), fitting("weights", weights)
@@ -239,11 +240,11 @@ def compress(
 
     def check() -> dict[str, str]:
         if gradients is None and weights is None and replicas is None:
-            raise TypeError("compress: give a pipeline of gradients, of weights, or of replicas")
+            raise TypeError("compress: give a pipeline for gradients, weights or replicas")
         if replicas is not None and (mesh.ndim != 2 or names is None):
             raise TypeError(
-                f"compress: replicas={replicas!r} wants a mesh of two dimensions, replicas and shards, with names, and "
-                f"got {mesh}; make it with init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
+                f"compress: replicas={replicas!r} needs a mesh with two named dimensions, replicas and shards, got "
+                f"{mesh}; make it with init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
             )
         last = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
         for name, (_, groups) in modules.items():
@@ -251,10 +252,11 @@ def compress(
                 ranks = [] if group.shards is None else dist.get_process_group_ranks(group.shards)
                 if ranks != last:
                     raise TypeError(
-                        f"compress: {repr(name) if name else 'the model'} is sharded over the ranks {ranks}, and the "
-                        f"last dimension of the mesh has {last}; give the mesh that fully_shard has got, with the "
-                        "replicas in front of it. For a model with experts on a mesh of their own call compress_shards "
-                        "in the place of compress: compress_shards(model, gradients={'*.experts.*': ..., '*': ...})"
+                        f"compress: {repr(name) if name else 'the model'} is sharded over the ranks {ranks}, but the "
+                        f"last dimension of the mesh has the ranks {last}; pass the mesh that fully_shard got, with "
+                        "the dimension of the replicas first. For a model whose experts have their own mesh, call "
+                        "compress_shards instead of compress: compress_shards(model, gradients={'*.experts.*': ..., "
+                        "'*': ...})"
                     )
         given = {"gradients": gradients, "weights": weights, "replicas": replicas}
         axes = [axis for axis, pipeline in given.items() if pipeline is not None]

@@ -80,9 +80,9 @@ class Replicas(PipelineHandle):
         """
         if self.sync.takes_weight and self._reductions is not None:
             raise TypeError(
-                "no_sync: shards average the gradients of each backward at once, without the weight of the whole step; "
-                "use that of shards, or set_requires_gradient_sync(False), which keeps whole gradients for the "
-                "backward with the weight"
+                "no_sync: shards average the gradients of each backward at once, before the weight of the whole step "
+                "is known; use no_sync of the shards, or set_requires_gradient_sync(False), which keeps whole "
+                "gradients until the backward that has the weight"
             )
         before, self._synchronizes = self._synchronizes, False
         try:
@@ -166,7 +166,7 @@ class Replicas(PipelineHandle):
         assert isinstance(grad, DTensor)
         if grad is self._means.get(name):
             raise RuntimeError(
-                f"this backward adds to the synchronized gradient of parameter {name!r}, and does not begin at an "
+                f"this backward adds to the synchronized gradient of parameter {name!r}, but does not start from an "
                 "output of the model; call optimizer.zero_grad() before such a backward"
             )
         if (step := self._backward.step) is not None:
@@ -175,9 +175,9 @@ class Replicas(PipelineHandle):
     def _require_untaken(self, name: str) -> None:
         if self._parameters[name].grad is None:
             raise RuntimeError(
-                f"compress_replicas: a hook has taken the gradient of {name!r} before replicas have exchanged it; if "
-                "it steps an optimizer, replicas are not equal any more: step optimizers after backward, and begin "
-                "again from a checkpoint"
+                f"compress_replicas: a hook took the gradient of {name!r} before replicas exchanged it; if the hook "
+                "steps an optimizer, replicas now differ: step optimizers after backward, and restart from a "
+                "checkpoint"
             )
 
     def _take_late(self, part: Reduction | None) -> None:
@@ -284,9 +284,9 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
             if each.wants_whole_leaves:
                 name = type(each).__name__
                 raise TypeError(
-                    f"compress_replicas: {name} needs whole leaves, but here a rank has a shard of each; leave it out: "
-                    "torch.nn.utils.clip_grad_norm_ after backward counts all shards, and a step that is not finite "
-                    "leaves the state as it was"
+                    f"compress_replicas: {name} needs whole leaves, but here each rank has only a shard of each leaf; "
+                    "remove it: torch.nn.utils.clip_grad_norm_ after backward counts all shards, and a step with NaN "
+                    "or infinite gradients does not change the state"
                 )
         reductions = reductions_of(model)
         _require_weighted_alike(pipeline, reductions, model)
@@ -313,11 +313,11 @@ def _require_weighted_alike(sync: Sync, reductions: Reductions | None, model: nn
     are_weighted = reductions is not None and reductions.takes_weight
     if sync.takes_weight and not are_weighted:
         raise TypeError(
-            f"compress_replicas: {sync!r} is weighted, and shards take the plain mean; call compress_shards(model, "
+            f"compress_replicas: {sync!r} is weighted, but shards take the plain mean; call compress_shards(model, "
             "gradients='weighted(two_shot)') before compress_replicas"
         )
     if are_weighted and not sync.takes_weight:
-        raise TypeError(f"compress_replicas: shards are weighted, and {sync!r} is not; write weighted({sync!r})")
+        raise TypeError(f"compress_replicas: shards are weighted, but {sync!r} is not; write weighted({sync!r})")
 
 
 def is_compressed(model: nn.Module) -> bool:
@@ -338,7 +338,7 @@ def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor
     """Return the parameters that require a gradient, and the largest mesh; it contains all other meshes."""
     if is_compressed(model):
         raise TypeError(
-            "compress_replicas: it has been called for this model already, and both pipelines would run; leave out one"
+            "compress_replicas: it was already called for this model, and both pipelines would run; call it only once"
         )
     parameters: dict[str, DTensor] = {}
     replicas, every = _ranks(replicate), [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
@@ -356,7 +356,7 @@ def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor
                 "so FSDP reduces between them already; call fully_shard with mesh=mesh['shard']"
             )
         if shards is None or not _ranks(mesh) <= _ranks(shards):
-            raise TypeError(f"compress_replicas: parameter {name!r} is sharded over {mesh}, and others over {shards}")
+            raise TypeError(f"compress_replicas: parameter {name!r} is sharded over {mesh}, but others over {shards}")
         if parameter.requires_grad:
             parameters[name] = parameter
     if shards is None or not parameters:

@@ -270,13 +270,13 @@ def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, othe
     def set_up() -> dict[str, str]:
         read = [fitting(what, sync) for what, sync in (("gradients", gradients), ("weights", weights))]
         if read == [None, None]:
-            raise TypeError("compress_shards: give a pipeline of gradients, of weights, or both")
+            raise TypeError("compress_shards: give a pipeline for gradients, for weights, or both")
         found = _sharded(model, weights is not None)
         takes_weight = read[0] is not None and read[0].takes_weight
         if takes_weight and any(fsdp.replicas is not None for _, fsdp in found.values()):
             raise TypeError(
-                f"compress_shards: gradients={read[0]!r}: FSDP itself averages over replicas here, and knows no "
-                "weights; call fully_shard with mesh=mesh['shard'], and compress_replicas"
+                f"compress_shards: gradients={read[0]!r}: FSDP itself averages over replicas here, and cannot weight "
+                "that mean; call fully_shard with mesh=mesh['shard'], and compress_replicas"
             )
         of_unit = [
             _by_unit(what, unweighted(sync), found) for what, sync in zip(("gradients", "weights"), read, strict=True)
@@ -323,7 +323,7 @@ def fitting(what: str, sync: Pipeline) -> Sync | None:
     inner = sync.inner if what == "gradients" and isinstance(sync, weighted) else sync
     for each in inner.children() if isinstance(inner, partition) else [inner]:
         if each.takes_weight and each is not sync:
-            raise TypeError(f"{name}: {each!r} stands outermost; write weighted(partition({{...}}))")
+            raise TypeError(f"{name}: {each!r} must be outermost; write weighted(partition({{...}}))")
         require_codecs(what, each, *((ef21, allgather) if what == "weights" else (error_feedback, two_shot)))
     return sync
 
@@ -345,8 +345,8 @@ def _by_unit(
         if other is not None:
             raise TypeError(
                 f"compress_shards: {what}: FSDP sends {names[0]!r} and {other!r} together, and they match {pattern!r} "
-                f"and {owner[other]!r}; call fully_shard on one of their modules before, or give it a mesh of its own "
-                "in shard_placement_fn"
+                f"and {owner[other]!r}; call fully_shard on one of their modules first, or give one of them its own "
+                "mesh in shard_placement_fn"
             )
         chosen[unit] = dict(sync.rules)[pattern]
     return chosen
@@ -359,13 +359,11 @@ def _sharded(model: nn.Module, has_weights: bool) -> dict[str, tuple[list[str], 
         TypeError: Some parameters are not sharded, or not in a way that supports codecs.
     """
     if is_compressed(model):
-        raise TypeError(
-            "compress_shards: call it before compress_replicas, which takes the shards' part in a step over"
-        )
+        raise TypeError("compress_shards: call it before compress_replicas, which takes over the steps of shards")
     if not isinstance(model, FSDPModule):
         raise TypeError(
             f"compress_shards: fully_shard was not called on the model itself, a {type(model).__name__}, so FSDP does "
-            "not know all of it; call it last, on the whole model"
+            "not manage all of it; call fully_shard last, on the whole model"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, tuple[list[str], FSDPGroup]] = {}
@@ -392,11 +390,11 @@ def _require_plain(which: str, group: FSDPGroup, has_weights: bool) -> None:
         )
     if group.custom_comms:
         raise TypeError(
-            f"compress_shards: {' and '.join(group.custom_comms)} is set for {which} already, by another call; leave "
-            "out that one, or this"
+            f"compress_shards: {' and '.join(group.custom_comms)} is already set for {which} by another call; make "
+            "only one of the two calls"
         )
     if has_weights and (group.is_extended or not group.gathered_dtype.is_floating_point):
         raise TypeError(
             f"compress_shards: {which} has parameters of several dtypes, or of a class that encodes its own weights "
-            "(fsdp_pre_all_gather), which FSDP gathers as bytes; leave out weights="
+            "(fsdp_pre_all_gather), and FSDP gathers these as bytes; remove weights="
         )

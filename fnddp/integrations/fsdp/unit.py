@@ -256,19 +256,19 @@ def require_codecs(what: str, sync: Sync, memory: type[Sync], carrier: Sync) -> 
     fitting = f"codecs around {carrier!r}, such as quantize({carrier!r}, bits=4), and {memory.__name__} around them"
     if not inner.carries:
         raise TypeError(
-            f"compress_shards: {what}={sync!r}: {type(inner).__name__} does not fit what FSDP sends, a flat buffer "
-            f"with a row for each owner, and no matrices; give {fitting}, or call compress_replicas to compress "
-            "between replicas of the model"
+            f"compress_shards: {what}={sync!r}: {type(inner).__name__} does not fit the flat buffers that FSDP sends, "
+            f"which have a row for each owner; use {fitting}, or call compress_replicas to compress between replicas "
+            "of the model"
         )
     if inner != carrier:
         raise TypeError(
-            f"compress_shards: {what}={sync!r}: FSDP sends {what} as {carrier!r} does over its own group, and not as "
-            f"{inner!r}; give {fitting}"
+            f"compress_shards: {what}={sync!r}: FSDP sends {what} over its own group, as {carrier!r} does and "
+            f"{inner!r} does not; use {fitting}"
         )
     if what == "weights" and any(codec.draws for codec in codecs):
         raise TypeError(
-            f"compress_shards: weights={sync!r}: it rounds at random, so backward would gather other weights than "
-            "forward; round to the nearest"
+            f"compress_shards: weights={sync!r}: it rounds at random, so backward and forward would gather different "
+            "weights; round to the nearest"
         )
 
 
