@@ -212,8 +212,8 @@ def one_of(devices: Mapping[str, torch.device]) -> torch.device:
     for path, device in devices.items():
         if device != first[1]:
             raise ValueError(
-                f"leaf {path!r} is on {device}, and leaf {first[0]!r} on {first[1]}, but a pipeline's must be on "
-                "one device; move them, or give the leaves of each device a pipeline of their own"
+                f"leaf {path!r} is on {device}, and leaf {first[0]!r} on {first[1]}, but all leaves of a pipeline "
+                "must be on one device; move them, or give the leaves of each device their own pipeline"
             )
     return first[1]
 
@@ -223,8 +223,8 @@ def require_carried(device: torch.device, group: dist.ProcessGroup) -> None:
     backends = dist.get_backend_config(group)
     if f"{device.type}:" not in backends:
         raise ValueError(
-            f"process group {group.group_name!r} has no backend for leaves on {device}, only {backends}; move them, or "
-            f'make the group with one, as dist.init_process_group("{device.type}:...") does'
+            f"process group {group.group_name!r} has no backend for leaves on {device}, only {backends}; move them, "
+            f'or make the group with such a backend, as in dist.init_process_group("{device.type}:...") does'
         )
 
 

@@ -292,16 +292,17 @@ def register_ddp_comm_hook(
         return None
     if ddp_comm_state is not None or ddp_comm_wrapper is not None:
         raise ValueError(
-            f"register_ddp_comm_hook: {ddp_comm_hook!r} is a pipeline, which takes no ddp_comm_state and no "
-            "ddp_comm_wrapper; wrap it in another transform, such as fp16(...), and set the state of the handle"
+            f"register_ddp_comm_hook: {ddp_comm_hook!r} is a pipeline, which takes neither ddp_comm_state nor "
+            "ddp_comm_wrapper; wrap it in another transform, such as fp16(...), and set the state on the returned "
+            "handle"
         )
     if isinstance(model, OurDDP):
         model.sync = ddp_comm_hook
         return None
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
-            f"register_ddp_comm_hook: {ddp_comm_hook!r} is a pipeline, which goes into a DistributedDataParallel, got "
-            f"{type(model).__name__}"
+            f"register_ddp_comm_hook: {ddp_comm_hook!r} is a pipeline, which needs a DistributedDataParallel as the "
+            f"model, got {type(model).__name__}"
         )
     return register(model, ddp_comm_hook)
 

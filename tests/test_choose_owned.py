@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=f"within must be a number of nats that is not negative, got {within}"):
             choose_owned(model, [muon, adamw], link, within, world_size=2)
     both = torch.optim.Muon(model.parameters())
-    with pytest.raises(ValueError, match="'1 gibt' is no link"):
+    with pytest.raises(ValueError, match="'1 gibt' is not a link"):
         choose_owned(model, both, "1 gibt", world_size=2)
     with pytest.raises(ValueError, match=r"codec_seconds has 'quantize\(two_shot\)', which is no hop of"):
         choose_owned(model, both, "1gbit", world_size=2, codec_seconds={"quantize(two_shot)": 0.0})

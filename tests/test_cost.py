@@ -113,7 +113,7 @@ def test_parse():
     "text", ["", "200", "nan bit", "gbit", "100mbps", "1gb/s", "1gbit:", "1gbit:20", "-1gbit", ":1s"]
 )
 def test_what_is_no_link(text):
-    with pytest.raises(ValueError, match="is no link: write a rate and perhaps a latency, such as 200mbit"):
+    with pytest.raises(ValueError, match="is not a link: write a rate and optionally a latency, such as 200mbit"):
         Link.parse(text)
 
 
@@ -249,5 +249,5 @@ def test_ranks_measure_the_same_link(monkeypatch):
 
 
 def test_one_rank_has_no_link():
-    with pytest.raises(RuntimeError, match="one rank has no link to measure; start several, or write one down"):
+    with pytest.raises(RuntimeError, match="a single rank has no link to measure; start several ranks, or describe the link"):
         fnddp.measure_link()

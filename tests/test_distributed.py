@@ -417,7 +417,7 @@ def test_pipelines_as_hooks(rank: int) -> None:
     model = DistributedDataParallel(make_model())
     for extra in ({"ddp_comm_state": 1}, {"ddp_comm_wrapper": fp16_compress_wrapper}):
         with pytest.raises(
-            ValueError, match=r"allreduce is a pipeline, which takes no ddp_comm_state and no ddp_comm_w"
+            ValueError, match=r"allreduce is a pipeline, which takes neither ddp_comm_state nor ddp_comm_w"
         ):
             register_ddp_comm_hook(model, ddp_comm_hook=allreduce, **extra)
     model = fnddp.DistributedDataParallel(make_model())

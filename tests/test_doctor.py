@@ -115,7 +115,7 @@ def test_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main.main(["doctor"]) == 2
     assert "WORLD_SIZE=2, but RANK is not set" in capsys.readouterr().err
-    with pytest.raises(WrongArgument, match=r"must meet somewhere: set MASTER_ADDR .*scontrol show hostnames"):
+    with pytest.raises(WrongArgument, match=r"need an address to meet at: set MASTER_ADDR .*scontrol show hostnames"):
         launch.joined(RankInfo("SLURM", 0, 2, 0), "cpu").__enter__()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")  # where nobody listens, and this rank is not the first one

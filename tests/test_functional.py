@@ -380,7 +380,7 @@ def test_a_call_within_its_own_loss_is_an_error_on_all_ranks(rank: int) -> None:
 
     step, other = (fnddp.value_and_grad(loss, sync) for _ in range(2))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="is under way: its function was called again within its own call"):
+        with pytest.raises(RuntimeError, match="is already running: its function was called again within its own call"):
             step(own, state, step)
         _, grads, _ = step(own, state, None)
         torch.testing.assert_close(grads["w"], torch.full((2, 2), 4.5))

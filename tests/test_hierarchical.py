@@ -102,9 +102,9 @@ def test_a_plan_of_given_sizes_is_that_of_real_ranks(rank, inner):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (6, "world_size=6 does not say how many ranks each of them has; .* world_size={'across': ..., 'inside': ...}"),
-        ({"inside": 2}, "reduces over group 'across' and group 'inside', and of no other; got {'inside': 2}"),
-        ({"inside": 2, "across": 3, None: 6}, "must give the size of each group of .*, and of no other"),
+        (6, "world_size=6 does not give the ranks of each group; .* world_size={'across': ..., 'inside': ...}"),
+        ({"inside": 2}, "reduces over group 'across' and group 'inside'; got {'inside': 2}"),
+        ({"inside": 2, "across": 3, None: 6}, "must give exactly the sizes of the groups of"),
         ({"inside": 2, "across": 0}, "world_size\\['across'\\] must be at least 1"),
         (0, "world_size must be at least 1"),
     ],
@@ -219,7 +219,7 @@ def test_pipelines_that_do_not_fit_are_refused():
         hierarchical(fnddp.all_reduce(op="sum"))
     with pytest.raises(ValueError, match=r"another group than '5', that inside the node, .*name it, hier"):
         hierarchical(allreduce.over("5"), intra="5").init({})
-    with pytest.raises(ValueError, match="reduces over two groups, so it cannot be put on one"):
+    with pytest.raises(ValueError, match="reduces over two groups, so over\\(group\\) cannot replace both"):
         hierarchical(allreduce.over("5"), intra="6").over("7")
     with pytest.raises(TypeError, match="add"):
         fnddp.topk(hierarchical(none), k=1)
@@ -244,7 +244,7 @@ def test_pipelines_that_do_not_fit_are_refused():
 def test_ranks_of_other_nodes_have_other_means_of_what_is_not_sent_across():
     sync = hierarchical(fnddp.partition({"experts*": none, "*": allreduce.over("across")}), intra="inside")
     assert not sync.agrees
-    with pytest.raises(TypeError, match="gives ranks other means of some leaves"):
+    with pytest.raises(TypeError, match="gives ranks different means of some leaves"):
         fnddp.clip_by_global_norm(sync, max_norm=1.0)
     assert hierarchical(none, intra="inside").agrees  # one node
     assert hierarchical(allreduce.over("across"), intra="inside").agrees

@@ -372,6 +372,6 @@ def test_accelerate_steps_an_optimizer_with_owners(rank: int, tmp_path: Path) ->
         accelerator.save_state(folder)
         accelerator.wait_for_everyone()
         if rank:
-            with pytest.raises(ValueError, match="the rank that saved it owned"):
+            with pytest.raises(ValueError, match="owned by the rank that saved it"):
                 accelerator.load_state(folder)
         accelerator.wait_for_everyone()

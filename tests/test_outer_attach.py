@@ -182,7 +182,7 @@ def test_resuming_is_exact(rank: int, text: str, at: int):
 def test_what_does_not_fit_is_refused():
     model = make_model()
     attached = outer.attach(model, None, outer.diloco(allreduce, every=2))
-    with pytest.raises(ValueError, match="another pipeline or other parameters"):
+    with pytest.raises(ValueError, match="another pipeline or for other parameters"):
         attached.load_state_dict(fnddp.state_dict(outer.local_sgd(every=2).init(parameters(model))))
     with pytest.raises(ValueError, match="for this model"):
         attached.state = outer.local_sgd(every=2).init(parameters(model))

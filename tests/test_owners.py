@@ -537,17 +537,17 @@ def test_models_and_optimizers_that_do_not_fit_are_refused_on_all_ranks(rank: in
     other, model = nn.Linear(2, 2), net()
     muon, adamw = optimizers(model)
     bad: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
-        (TorchDDP(model), [muon, adamw], {}, TypeError, "reduce twice"),
-        (fnddp.DistributedDataParallel(net()), [adamw], {}, TypeError, "reduce twice"),
+        (TorchDDP(model), [muon, adamw], {}, TypeError, "reduced twice"),
+        (fnddp.DistributedDataParallel(net()), [adamw], {}, TypeError, "reduced twice"),
         (model, adamw, {}, ValueError, "'layers.0.weight' is in no optimizer"),
         (model, [muon, adamw, torch.optim.SGD(other.parameters())], {}, ValueError, "not the model's"),
         (model, [muon, adamw, torch.optim.SGD([model.embed.weight])], {}, ValueError, "in two optimizers"),
         (model, [], {}, ValueError, "no optimizer"),
         (other, torch.optim.LBFGS(other.parameters()), {}, TypeError, "closure"),
-        (model, [muon, adamw], {"gradients": "allreduce"}, TypeError, "give two_shot"),
+        (model, [muon, adamw], {"gradients": "allreduce"}, TypeError, "use two_shot"),
         (model, [muon, adamw], {"gradients": "ef21(quantize(two_shot))"}, TypeError, "because of ef21"),
-        (model, [muon, adamw], {"gradients": "auto"}, TypeError, "name one yourself"),
-        (model, [muon, adamw], {"weights": "quantize(two_shot)"}, TypeError, "give allgather"),
+        (model, [muon, adamw], {"gradients": "auto"}, TypeError, "name a pipeline"),
+        (model, [muon, adamw], {"weights": "quantize(two_shot)"}, TypeError, "use allgather"),
         (model, [muon, adamw], {"weights": "ef21(allgather)"}, TypeError, "differences"),
         (model, [muon, adamw], {"cost": lambda *_: float("nan")}, ValueError, "'layers.0.weight' is nan"),
     ]
@@ -701,7 +701,7 @@ def test_the_optimizers_own_methods_save_and_load_what_a_rank_owns(rank: int, ho
     states = gather([each.state_dict() for each in owned.optimizers])
     for mine, of_other, optimizer in zip(states[rank], states[1 - rank], owned.optimizers, strict=True):
         with pytest.raises(
-            ValueError, match=r"^own: this state of .* is that of the leaves '.* which the rank that saved"
+            ValueError, match=r"^own: this state of .* is for the leaves '.* owned by the rank that saved"
         ):
             optimizer.load_state_dict(of_other)
         assert bits(optimizer.state_dict()["state"]) == bits(mine["state"])
@@ -819,7 +819,7 @@ def test_what_needs_one_mean_on_all_ranks_refuses_leaves_that_only_owners_have()
     half = fnddp.parse("error_feedback(quantize(to_owners(), bits=4))")
     assert not half.agrees
     assert with_halves(half, to_all()).agrees
-    with pytest.raises(TypeError, match="gives ranks other means of some leaves"):
+    with pytest.raises(TypeError, match="gives ranks different means of some leaves"):
         fnddp.clip_by_global_norm(half, max_norm=1.0)
 
 

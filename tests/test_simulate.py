@@ -124,22 +124,22 @@ def test_simulated_states_are_replicated_or_local_as_marked():
         (lambda: simulate(fnddp.fp16(fnddp.allreduce, check=True), 2), "`traceable` is False"),
         (
             lambda: simulate(fnddp.allreduce, 3)(RAGGED, ()),
-            r"leaf 'b' has shape \(2,\), which has no row for each of 3",
+            r"leaf 'b' has shape \(2,\), but needs a row for each of 3",
         ),
         (lambda: simulate(fnddp.allreduce, 3).init(RAGGED), "leaf 'b'"),
         (
             lambda: simulate("weighted(allreduce)", 2)({"w": torch.ones(2, 1)}, (), weight=[1.0, 1.0, 1.0]),
-            "one for each of 2 ranks, got 3",
+            "one entry for each of 2 ranks, got 3",
         ),
         (
             lambda: simulate("weighted(allreduce)", 2)({"w": torch.ones(2, 1)}, (), weight=[1, "a"]),
             "on each rank, but rank 1 gave 'a'",
         ),
-        (lambda: trained(fnddp.allreduce, optimizer=None), "give optimizer, .* or update, and not both"),
-        (lambda: trained(fnddp.none), r"the mean of leaf 'w' is not the same on all ranks"),
+        (lambda: trained(fnddp.allreduce, optimizer=None), "give either optimizer, .*, or update"),
+        (lambda: trained(fnddp.none), r"the mean of leaf 'w' differs between ranks"),
         (
             lambda: trained(fnddp.allreduce, n=3, given=[(torch.ones(2, 5), torch.ones(3))]),
-            r"part 0 of a batch has shape \(2, 5\), which has no row for each of 3 ranks",
+            r"part 0 of a batch has shape \(2, 5\), but needs a row for each of 3 ranks",
         ),
     ],
 )

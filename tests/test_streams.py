@@ -386,7 +386,7 @@ class FailingWire(StreamWire):
         return gathered, work
 
 
-LATE = "another rank failed in the step before this one"
+LATE = "another rank failed in the previous step"
 REFUSED = "an earlier step failed on this rank"
 
 

@@ -134,14 +134,14 @@ BAD_OPTIONS = {
     "measure(all_reduce(op='sum'))": "takes no mean over one process group",
     "measure(allreduce, every_steps=0)": "every_steps must be at least 1, got 0",
     "clip_by_global_norm(allreduce, max_norm=0)": "max_norm must be positive, got 0",
-    "switch({})": "begins at step 0",
+    "switch({})": "must begin at step 0",
     "switch({0: allreduce, 2.5: allreduce})": "a step must be an int, got 2.5",
     "switch({0: 'allreduce'})": "must be a dict of pipelines by step",
     # What all ranks decide needs means that all have.
-    "clip_by_global_norm(partition({'e*': none, '*': allreduce}), 1.0)": "gives ranks other means of some leaves",
-    "measure(partition({'e*': none, '*': allreduce}))": "gives ranks other means of some leaves",
-    "partition({'e*': fp16(none, check=True), '*': allreduce})": "gives ranks other means of some leaves",
-    "clip_by_global_norm(partition({'e*': all_reduce(group='1'), '*': allreduce}), 1.0)": "gives ranks other means",
+    "clip_by_global_norm(partition({'e*': none, '*': allreduce}), 1.0)": "gives ranks different means of some leaves",
+    "measure(partition({'e*': none, '*': allreduce}))": "gives ranks different means of some leaves",
+    "partition({'e*': fp16(none, check=True), '*': allreduce})": "gives ranks different means of some leaves",
+    "clip_by_global_norm(partition({'e*': all_reduce(group='1'), '*': allreduce}), 1.0)": "gives ranks different means",
     "hierarchical(clip_by_global_norm(all_reduce('1'), 1.0), intra='0')": "needs whole leaves, .* put it "
     r"outside, clip_by_global_norm\(hierarchical\(...\)\), or give whole leaves, shard=False",
     "random_k(allreduce)": "random_k: give ratio or k",
@@ -152,11 +152,11 @@ BAD_OPTIONS = {
     "rotate(allreduce, block=1)": "block must be a power of two from 2 to 1024, got 1",
     "rotate(allreduce, block=2048)": "block must be a power of two from 2 to 1024, got 2048",
     "rotate(all_reduce(op='max'))": "rotate: .* takes a max or min, of elements that are mixed",
-    "quantize(rotate(two_shot), bits=4)": r"quantize: rotate\(two_shot\) carries no encoded payloads",
+    "quantize(rotate(two_shot), bits=4)": r"quantize: rotate\(two_shot\) cannot carry encoded payloads",
     "fp8(allgather, format='e3m4')": "format must be one of e4m3, e5m2, e2m1",
     "fp8(allgather, format='e2m1', block=5)": "block must be even for e2m1, .* got 5",
     "fp8(allgather, scale='e4m3')": "scale must be one of float32, e8m0",
-    "fp8(bf16(allgather), scale='e8m0')": "its payload has no fractions",
+    "fp8(bf16(allgather), scale='e8m0')": "its payload has no floating-point numbers",
     "fp8(allgather, block=0)": "block must be at least 1",
     "quantize(allgather, bits=2, block=6)": "multiple of 4",
     "quantize(allgather, bits=3)": "bits must be one of 8, 4, 2, got 3",
@@ -168,14 +168,14 @@ BAD_OPTIONS = {
     "topk(allgather, k=1, chunk=0)": "chunk must be at least 1",
     "dct_topk(allgather, index='uint8')": "index must be one of small, int16",
     "dct_topk(allgather, chunk=200, index='int16')": "use small",
-    "natural(topk(allgather, k=1))": r"its payload has no fractions that topk\(allgather, k=1\) could encode",
-    "majority_vote(topk(allgather, k=1))": "its payload has no fractions",
-    "sign(topk(allgather, k=1), scale='none')": "its payload has no fractions",
+    "natural(topk(allgather, k=1))": r"its payload has no floating-point numbers that topk\(allgather, k=1\) could encode",
+    "majority_vote(topk(allgather, k=1))": "its payload has no floating-point numbers",
+    "sign(topk(allgather, k=1), scale='none')": "its payload has no floating-point numbers",
     "quantize(bucketize(allgather))": r"quantize: bucketize\(allgather\) carries.*bucketize\(quantize",
     "quantize(allgather, seed=7)": "quantize: seed=7 has no effect without rounding='stochastic'",
     "topk(allgather)": "topk: give ratio or k",
     "topk(dct_topk(allgather), k=1)": r"topk: dct_topk works on gradients .* dct_topk\(topk\(allgather\)\)",
-    "topk(majority_vote(two_shot), k=1)": r"topk: majority_vote\(two_shot\) carries no encoded payloads",
+    "topk(majority_vote(two_shot), k=1)": r"topk: majority_vote\(two_shot\) cannot carry encoded payloads",
 }
 
 
@@ -639,7 +639,7 @@ def test_pipelines_in_modules_that_postpone_annotations():
 
 
 def test_names_are_taken_once():
-    with pytest.raises(ValueError, match="'fp16' is registered already, by fnddp.transforms.cast; choose another name"):
+    with pytest.raises(ValueError, match="'fp16' is already registered by fnddp.transforms.cast; choose another name"):
 
         @fnddp.transform
         class fp16(fnddp.Sync):

@@ -119,7 +119,7 @@ def test_notes_of_hops_are_those_of_the_study_of_hops() -> None:
 
 def test_hops_with_a_warm_up_and_optimizers_that_own_refuses_are_errors() -> None:
     options: Any = {"own": True, "link": Link.parse("1mbit"), "ranks": 2, "steps": 2}
-    with pytest.raises(ValueError, match="leave warmup out"):
+    with pytest.raises(ValueError, match="remove warmup"):
         tune(line_problem(), ["warmup(quantize(two_shot), steps=1, before=two_shot), allgather"], **options)
     with pytest.raises(TypeError, match="LBFGS"):
         tune(replace(line_problem(), optimizer=torch.optim.LBFGS), [], **options)

@@ -206,7 +206,7 @@ REFUSED: dict[str, Any] = {
     r"stands outermost; write weighted\(switch\(": "switch({0: weighted(allreduce), 2: allreduce})",
     "takes sum over ranks, and only a mean can be weighted": "weighted(all_reduce(op='sum'))",
     "over several process groups": "weighted(partition({'a': allreduce, '*': all_reduce(group='7')}))",
-    "does not say over which process group": lambda: weighted(fnddp.from_hook(allreduce_hook, None)),
+    "does not name the process group": lambda: weighted(fnddp.from_hook(allreduce_hook, None)),
     "value_and_grad: .* cannot take a weight": lambda: fnddp.value_and_grad(Given(), weighted(allreduce)),
     "register: .* needs a weight in each step": lambda: fnddp.register(TorchDDP(Given()), weighted(allreduce)),
     r"allreduce takes none; write weighted\(allreduce\)": lambda: [

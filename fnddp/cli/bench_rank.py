@@ -189,7 +189,7 @@ def check_peers(against: str, on: Ranks) -> tuple[list[str], dict[str, str]]:
     peers = [name for name in names if name not in left_out]
     if not peers:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
-        raise WrongArgument(f"--against {against}: no peer is left to compare with; add ddp{reasons}")
+        raise WrongArgument(f"--against {against}: no peer is left to compare with; add ddp to --against{reasons}")
     return peers, left_out
 
 

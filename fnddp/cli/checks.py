@@ -64,8 +64,8 @@ def check_processes(ranks: int) -> None:
     most = RANKS_PER_CORE * cores()
     if ranks > most:
         raise WrongArgument(
-            f"--ranks {ranks}: each rank is a process, and on {count(cores(), 'core')} at most {most} are started; "
-            f"virtual ranks need none: fnddp tune --ranks {ranks}, or fnddp.simulate"
+            f"--ranks {ranks}: each rank is a process, and at most {most} are started on {count(cores(), 'core')}; to "
+            f"use virtual ranks in one process: fnddp tune --ranks {ranks}, or fnddp.simulate"
         )
 
 
@@ -81,7 +81,8 @@ def check_sizes(text: str) -> WorldSize:
     def read(n: str) -> int:
         if not n.isdecimal() or int(n) < 1:
             raise WrongArgument(
-                f"--ranks must be a whole number of at least 1, or one for each group, node=8,across=128, got {text!r}"
+                "--ranks must be a whole number of at least 1, or one number for each group, such as "
+                f"node=8,across=128, got {text!r}"
             )
         return int(n)
 
@@ -135,4 +136,4 @@ def check_writable(path: Path, option: str, *, is_folder: bool = False) -> None:
         with tempfile.TemporaryFile(dir=made):
             pass
     except OSError as error:
-        raise WrongArgument(f"{option}: cannot write {path}: {error.strerror}; name another") from error
+        raise WrongArgument(f"{option}: cannot write {path}: {error.strerror}; choose another path") from error

@@ -119,24 +119,24 @@ def plan(
         others |= {"--svg": svg, "--bucket-cap-mb": bucket_cap_mb != 25}
         unfit = [option for option, given in others.items() if given]
         if shards is None or unfit:
-            fix = f"leave {', '.join(unfit)} out" if unfit else "give --shards N, or --shards 1"
-            raise WrongArgument(f"the plan of a model's axes is for --shards and --replicas: {fix}")
+            fix = f"remove {', '.join(unfit)}" if unfit else "give --shards N, or --shards 1"
+            raise WrongArgument(f"--shards, --replicas, --gradients and --weights plan a model's axes: {fix}")
         checks.check_imports(imports)
         plan_report.show_axes(model, pipelines or [], links, as_json, shards, replicas, gradients, weights)
         return 0
     texts = pipelines or options.DEFAULT_PIPELINES
     if show and as_json:
-        raise WrongArgument("--json prints nothing else: leave --show out")
+        raise WrongArgument("--json prints only JSON: remove --show")
     if svg is not None:
         if max(len(texts), len(links)) > 1:
-            raise WrongArgument("--svg draws the plan of one pipeline on one link: give one of each")
+            raise WrongArgument("--svg draws the plan of one pipeline on one link: give one pipeline and one link")
         checks.check_writable(svg, "--svg")
     checks.check_imports(imports)
     sizes, by_text = checks.check_sizes(ranks), {text: checks.check_links(text) for text in links}
     parameters = checks.check_model(model, trains=False)
     n = sizes if isinstance(sizes, int) else None
     if AUTO in texts and n is None:
-        raise WrongArgument(f"auto is for the ranks of one group, got --ranks {ranks}; name a pipeline")
+        raise WrongArgument(f"auto needs the ranks of one group, got --ranks {ranks}; name a pipeline")
     choices = {name: choice(parameters, on, world_size=n) for name, on in by_text.items() if AUTO in texts}
     taken = {name: each.taken for name, each in choices.items()}
     if choices:
@@ -213,20 +213,20 @@ def bench(
         given = [name for name in flags if str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"]
         if others := [flags[name] for name in given if name not in ("codecs", "pipelines", "device", "imports")]:
             left_out = " and ".join(others)
-            raise WrongArgument(f"--codecs times one rank without a link or a model: leave {left_out} out")
+            raise WrongArgument(f"--codecs times one rank, without a link or a model: remove {left_out}")
         checks.check_imports(imports)
         return bench_codecs.run(pipelines or (), launch.check_ranks(1, device).device)
     here = launch.check_ranks(ranks, device, link, imports, is_shared=True)
     peers, left_out = bench_rank.check_peers(against, here)
     if not pipelines:
-        raise WrongArgument("name a pipeline, such as 'fp16(allreduce)', or ask for --codecs")
+        raise WrongArgument("name a pipeline, such as 'fp16(allreduce)', or pass --codecs")
     if here.device != "cpu" and here.link is not None:
-        raise WrongArgument(f"--link shapes what gloo sends; leave it out with --device {here.device}")
+        raise WrongArgument(f"--link shapes the traffic of gloo; remove it with --device {here.device}")
     parameters = checks.check_model(model)
     known = iter(checks.check_pipelines([text for text in pipelines if text != AUTO], parameters))
     syncs: list[Sync | Auto] = [AUTO if text == AUTO else next(known) for text in pipelines]
     if AUTO in syncs and (compiled or engine == "value_and_grad"):
-        raise WrongArgument("auto is for modules, not for functional steps: fnddp.choose names a pipeline for them")
+        raise WrongArgument("auto works for modules, not for functional steps: choose their pipeline with fnddp.choose")
     if here.report:
         checks.check_writable(out, "--out", is_folder=True)
         print("".join(f"{name} is left out: {reason}\n" for name, reason in left_out.items()), end="", flush=True)
@@ -262,7 +262,9 @@ def run(
     if not script.is_file():
         raise WrongArgument(f"there is no script {script}")
     if link == "loopback":
-        raise WrongArgument("--link loopback: torchrun runs a script without a slow link; give one, such as 200mbit")
+        raise WrongArgument(
+            "--link loopback: without a slow link, run the script with torchrun; give a link such as 200mbit"
+        )
     launch.check_ranks(ranks, link=link)
     with network.shaped_hosts(ranks, link) as hosts:
         begin = perf_counter()

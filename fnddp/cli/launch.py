@@ -133,7 +133,7 @@ def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> Iterator[An
             try:
                 message = pipe.recv()
             except (EOFError, ConnectionResetError):
-                message = RankError("a rank was ended")
+                message = RankError("a rank was terminated")
             if isinstance(message, RankError):
                 # A rank that crashes breaks the others' connections: report that rank, even if other errors come first.
                 by_sentinel: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
@@ -173,7 +173,7 @@ def rank_info() -> RankInfo | None:
         if launcher == "SLURM" and is_slurm_shell():
             continue
         if rank not in os.environ:
-            raise WrongArgument(f"{size}={world_size}, but {rank} is not set: it is the rank of this process")
+            raise WrongArgument(f"{size}={world_size}, but {rank} is not set: set it to the rank of this process")
         named = "the environment" if launcher == "torchrun" and not dist.is_torchelastic_launched() else launcher
         return RankInfo(named, int(os.environ[rank]), world_size, int(os.environ.get(local, 0)))
     return None
@@ -249,9 +249,12 @@ def check_ranks(
     if at is None:
         checks.check_processes(ranks or DEFAULT_RANKS)
     elif ranks not in (None, at.world_size):
-        raise WrongArgument(f"--ranks {ranks}, but {at.launcher} has started {at.world_size}; leave --ranks out")
+        raise WrongArgument(f"--ranks {ranks}, but {at.launcher} has started {at.world_size}; remove --ranks")
     elif shaped is not None:
-        raise WrongArgument(f"--link shapes ranks of this machine, and {at.launcher} has started its own")
+        raise WrongArgument(
+            f"--link shapes the ranks that fnddp starts on this machine, but {at.launcher} has started them; remove "
+            "--link"
+        )
     number = ranks or DEFAULT_RANKS if at is None else at.world_size
     needed = (1 if is_shared else number) if at is None else at.local_rank + 1
     return Ranks(at, number, _device(device, needed), shaped, checks.check_imports(imports))
@@ -266,7 +269,9 @@ def _device(device: str, needed: int) -> str:
             f"--device {device}: torch finds {here or 'no accelerator'} here; use --device {here or 'cpu'}"
         )
     if device != "cpu" and number < needed:
-        raise WrongArgument(f"--device {device}: {needed} ranks need one each, and there is {number}; use --device cpu")
+        raise WrongArgument(
+            f"--device {device}: {needed} ranks need one device each, but there is {number}; use --device cpu"
+        )
     return device
 
 
@@ -279,8 +284,8 @@ def joined(at: RankInfo, device: str, timeout: timedelta = TIMEOUT) -> Generator
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_ADDR" not in os.environ:
         raise WrongArgument(
-            f"{at.world_size} ranks of {at.launcher} must meet somewhere: set MASTER_ADDR to the host of rank 0 "
-            "(with SLURM: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1))"
+            f"{at.world_size} ranks of {at.launcher} need an address to meet at: set MASTER_ADDR to the host of rank "
+            "0 (with SLURM: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1))"
         )
     devices.select(device, at.local_rank, at.local_rank + 1)  # `check_ranks` has found it
     backend = devices.device_of(torch.device(device)).backend

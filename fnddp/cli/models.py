@@ -93,7 +93,7 @@ def load(name: str) -> Problem:
     if isinstance(built, Problem):
         return built
     if isinstance(built, nn.Module):
-        raise _wrong(name, "returns a module alone; to train it, it must return (module, inputs, loss_fn)")
+        raise _wrong(name, "returns only a module; for a training it must return (module, inputs, loss_fn)")
     _, inputs, loss_fn = built
     batch: Any = (inputs,) if isinstance(inputs, Tensor) else inputs
     if not isinstance(batch, tuple) or not all(isinstance(part, Tensor) for part in batch):
@@ -164,8 +164,8 @@ def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
     for path, part in module.named_modules():
         if getattr(part, "track_running_stats", False):
             raise WrongArgument(
-                f"{model} cannot be tuned: {path} ({type(part).__name__}) changes its buffers in forward, which "
-                "virtual ranks cannot; use another normalization for the comparison, such as GroupNorm"
+                f"{model} cannot be tuned: {path} ({type(part).__name__}) changes its buffers in forward, and virtual "
+                "ranks cannot do that; use another normalization for the comparison, such as GroupNorm"
             )
     first, where = problem.batch(0, ranks, torch.Generator().manual_seed(0)), f"--data {data or 'own'}"
     try:
@@ -180,7 +180,9 @@ def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
         made = several(problem.optimizer(params) if rate is None else problem.optimizer(params, lr=rate))
         for each in made:
             if isinstance(each, torch.optim.LBFGS):
-                raise WrongArgument(f"{model} cannot be tuned: LBFGS evaluates a closure; return another optimizer")
+                raise WrongArgument(
+                    f"{model} cannot be tuned with LBFGS, which evaluates a closure; return another optimizer"
+                )
             _let_rate_fall(each, steps)
         return made
 
@@ -204,10 +206,10 @@ def _maker(name: str) -> Callable[[], Any]:
         return getattr(import_module(where), attribute)
     if name.removesuffix(":").endswith(".py"):
         file = name.removesuffix(":")
-        raise WrongArgument(f"{file} is a file: name the function in it that makes the model, {file}:fn")
+        raise WrongArgument(f"{file} is a file: name its function that makes the model, {file}:fn")
     if not colon or not where or not attribute:
         hint = did_you_mean(name, MODELS) or f"; known ones are {', '.join(MODELS)}."
-        raise WrongArgument(f"unknown model {name!r}{hint} Your own is FILE.py:fn or module:fn")
+        raise WrongArgument(f"unknown model {name!r}{hint} Name your own as FILE.py:fn or module:fn")
     module = imported(where)
     made = getattr(module, attribute, None)
     if isinstance(made, nn.Module):

@@ -85,12 +85,12 @@ def shaped_hosts(n: int, link: str) -> Generator[list[Host]]:
 def check_available() -> None:
     """Raise a NetworkError unless this machine and user can have network namespaces."""
     if sys.platform != "linux":
-        raise NetworkError(f"a shaped link needs the network namespaces of Linux, and this is {sys.platform}")
+        raise NetworkError(f"a shaped link needs Linux network namespaces, but this is {sys.platform}")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        raise NetworkError(f"a shaped link needs {' and '.join(missing)}, of iproute2: apt-get install iproute2")
+        raise NetworkError(f"a shaped link needs {' and '.join(missing)} of iproute2: apt-get install iproute2")
     if os.geteuid() != 0:
-        raise NetworkError("a shaped link needs root, to make network namespaces: run the command as root or with sudo")
+        raise NetworkError("a shaped link needs root to make network namespaces: run the command as root or with sudo")
 
 
 def loopback_device() -> str:
@@ -137,7 +137,7 @@ def _remove(pattern: str) -> None:
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise NetworkError(f"no shaped link: `{' '.join(command)}` failed: {done.stderr.strip()}")
+        raise NetworkError(f"cannot shape the link: `{' '.join(command)}` failed: {done.stderr.strip()}")
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class fp8(Codec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.format == "e2m1" and self.block is not None and self.block % 2:
-            raise ValueError(f"fp8: block must be even for e2m1, of which two share a byte, got {self.block}")
+            raise ValueError(f"fp8: block must be even for e2m1, because two numbers share a byte, got {self.block}")
 
     @property
     def nests(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -179,7 +179,7 @@ class natural(Codec):
     seed: int = 0
 
     draws = True
-    nests = frozenset({"around"})  # its payload has no fractions
+    nests = frozenset({"around"})  # its payload has no floating-point numbers
 
     def encode(self, x: Tensor, key: Key) -> Payload:  # pyright: ignore[reportIncompatibleMethodOverride]
         top = min(math.frexp(torch.finfo(x.dtype).max)[1] - 1, BIAS) + BIAS

@@ -51,7 +51,7 @@ class quantize(Codec):
         if self.block is not None and (self.block < 1 or self.block * self.bits % 8):
             raise ValueError(f"quantize: block must be a positive multiple of {8 // self.bits}, got {self.block!r}")
         if self.seed and not self.draws:
-            raise ValueError(f"quantize: seed={self.seed} has no effect without rounding='stochastic'; leave it out")
+            raise ValueError(f"quantize: seed={self.seed} has no effect without rounding='stochastic'; remove it")
 
     @property
     def draws(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

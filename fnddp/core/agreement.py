@@ -74,8 +74,8 @@ def agree(
         everyone = dict(control.all_gather_object((wire.rank(None), mine), name, wire))
     except RuntimeError as error:
         raise CollectiveError(
-            f"{call} waited for the other ranks, to compare what they run: {error}. All ranks must make this call, "
-            "between steps; another rank has failed, left, or not made it"
+            f"{call} could not compare settings with the other ranks: {error}. All ranks must make this call, between "
+            "steps; another rank has failed, has left, or has not made the call"
         ) from error
     raise RankMismatchError(first_difference([*everyone.values()], [*everyone])) if failure is None else failure
 

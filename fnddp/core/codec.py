@@ -115,8 +115,9 @@ def _require_rows(codec: Any, parts: Any, x: Tensor) -> None:
             raise TypeError(f"{codec!r}: encode must return a dict of tensors by name, got {got}")
         if part.shape[: x.ndim - 1] != x.shape[:-1]:
             raise ValueError(
-                f"{codec!r}: encode must return tensors with a first dimension of rows, and of {tuple(x.shape)} gave "
-                f"{name!r} of shape {tuple(part.shape)}; reduce within a row: x.abs().amax(-1, keepdim=True)"
+                f"{codec!r}: encode must return tensors with a first dimension of rows, but for input of shape "
+                f"{tuple(x.shape)} it returned {name!r} of shape {tuple(part.shape)}; reduce within each row, as in "
+                "x.abs().amax(-1, keepdim=True)"
             )
 
 
@@ -212,8 +213,8 @@ class Codec(Carrying):
     >>> fnddp.topk(fnddp.allreduce)
     Traceback (most recent call last):
         ...
-    TypeError: topk: allreduce carries no encoded payloads, and those of topk do not add; give it a carrier,
-    topk(allgather) or topk(two_shot), and put transforms that are none outside: bucketize(topk(allgather))
+    TypeError: topk: allreduce cannot carry encoded payloads, and those of topk cannot be summed; give it a carrier,
+    topk(allgather) or topk(two_shot), and put other transforms outside: bucketize(topk(allgather))
     """
 
     inner: Carrying
@@ -231,19 +232,19 @@ class Codec(Carrying):
         name, inner = type(self).__name__, self.inner
         if isinstance(inner, Codec) and not inner.carries and "inside" in inner.nests:
             raise TypeError(
-                f"{name}: {type(inner).__name__} works on gradients themselves, so no codec goes around it; "
-                f"put {name} inside, {type(inner).__name__}({name}(allgather))"
+                f"{name}: {type(inner).__name__} needs unencoded gradients, so a codec cannot enclose it; put {name} "
+                f"inside, {type(inner).__name__}({name}(allgather))"
             )
         if not inner.carries:
             raise TypeError(
-                f"{name}: {inner!r} carries no encoded payloads, and those of {name} do not add; give it a carrier, "
-                f"{name}(allgather) or {name}(two_shot), and put transforms that are none outside: "
+                f"{name}: {inner!r} cannot carry encoded payloads, and those of {name} cannot be summed; give it a "
+                f"carrier, {name}(allgather) or {name}(two_shot), and put other transforms outside: "
                 f"bucketize({name}(allgather))"
             )
         if not ("inside" in self.nests or isinstance(self.inner, Carrier)):
             raise TypeError(
-                f"{name}: its payload has no fractions that {self.inner!r} could encode; give it a carrier alone, "
-                f"{name}(allgather) or {name}(two_shot)"
+                f"{name}: its payload has no floating-point numbers for {self.inner!r} to encode; give it only a "
+                f"carrier, {name}(allgather) or {name}(two_shot)"
             )
 
     @abc.abstractmethod

@@ -259,8 +259,8 @@ def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
     is_forward = is_forward_ad() and (torch.compiler.is_compiling() or any(map(is_differentiated, tensors)))
     if is_forward or is_differentiating():
         raise RuntimeError(
-            "a gradient synchronization cannot run inside torch.func.grad or jvp, nor linearize or forward-mode AD: "
-            "its derivative is not defined; synchronize the gradients that they return"
+            "a gradient synchronization cannot run inside torch.func.grad or jvp, linearize or forward-mode AD, "
+            "because it has no derivative; synchronize the gradients that these return"
         )
 
 
@@ -269,8 +269,8 @@ def refuse_batching() -> None:
     # torch has no vmap rule: a functional collective then returns this rank's own data, or uninitialized memory.
     if dist.is_initialized() and is_batching():
         raise RuntimeError(
-            "a collective cannot run inside torch.func.vmap: call it on the whole batch, outside of vmap; "
-            "fnddp.distributed.AllGatherGrad can"
+            "a collective cannot run inside torch.func.vmap: call it on the whole batch, outside of vmap "
+            "(fnddp.distributed.AllGatherGrad can run inside)"
         )
 
 

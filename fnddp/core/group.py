@@ -32,6 +32,6 @@ def group_name(group: Group) -> str | None:
         return None if group is dist.group.WORLD else GroupName(group.group_name, group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise TypeError(
-            "group is NON_GROUP_MEMBER: this rank is not in that process group; build its pipeline on members"
+            "group is NON_GROUP_MEMBER: this rank is not in that process group; build the pipeline only on member ranks"
         )
     raise TypeError(f"group must be a ProcessGroup, its name, a DeviceMesh or (mesh, dim), got {group!r}")

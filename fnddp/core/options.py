@@ -46,7 +46,7 @@ def checked_int(what: str, value: Any) -> int:
     except TypeError:
         raise TypeError(f"{what} must be an int, got {value!r}") from None
     if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{what} must fit 64 bits, got a number of {number.bit_length()}")
+        raise ValueError(f"{what} must fit in 64 bits, got a number of {number.bit_length()} bits")
     return number
 
 

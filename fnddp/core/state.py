@@ -84,7 +84,7 @@ def load_state_dict(state_template: State, saved: Mapping[str, Any]) -> State:
     wanted = {part.key: part for part in parts(state_template)}
     if wanted.keys() != saved.keys():
         raise ValueError(
-            f"load_state_dict: {differing(saved, wanted)}: the state was saved from another pipeline or other "
+            f"load_state_dict: {differing(saved, wanted)}: the state was saved by another pipeline or for other "
             "parameters; build the template with the init of the pipeline that saved it"
         )
     return tree.replace_leaves(state_template, [_loaded(part, saved[key]) for key, part in wanted.items()])
@@ -124,7 +124,7 @@ def require_like(owner: str, state: State, template: State) -> State:
     Traceback (most recent call last):
         ...
     ValueError: the state of error_feedback(allreduce) for this model has float32[2] on cpu as 'residual.w', got
-    float32[3] on cpu; load a saved one with fnddp.load_state_dict(<the state that is there>, saved)
+    float32[3] on cpu; load a saved one with fnddp.load_state_dict(<the current state>, saved)
     """
     want, have = [{part.path: _placed(part.value) for part in parts(s)} for s in (template, state)]
     differ = [path for path in dict.fromkeys([*want, *have]) if want.get(path) != have.get(path)]
@@ -136,8 +136,8 @@ def require_like(owner: str, state: State, template: State) -> State:
         problem = f"is a {tree.structure(template)}, got {tree.structure(state)}"
     if problem:
         raise ValueError(
-            f"the state of {owner} for this model {problem}; load a saved one with "
-            "fnddp.load_state_dict(<the state that is there>, saved)"
+            f"the state of {owner} for this model {problem}; load a saved one with fnddp.load_state_dict(<the current "
+            "state>, saved)"
         )
     return tree.map_tensors(lambda part: part.clone() if is_foreign(part) else part.data, state)
 

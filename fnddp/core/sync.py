@@ -101,11 +101,11 @@ class Sync(Expression, abc.ABC):
         name = type(self).__name__
         for inner in self.children():
             if inner.takes_weight:
-                raise TypeError(f"{name}: {inner!r} stands outermost; write weighted({name}(...))")
+                raise TypeError(f"{name}: {inner!r} must be outermost; write weighted({name}(...))")
             if inner.skips and not self.wraps_skipping:
                 raise TypeError(
-                    f"{name}: {inner!r} has no update for some leaves in some steps, and {name} needs the mean of all "
-                    f"of them; put what skips outside, such as every(n, {name}(...))"
+                    f"{name}: {inner!r} skips some leaves in some steps, but {name} needs the mean of all leaves; put "
+                    f"the skipping transform outside, such as every(n, {name}(...))"
                 )
 
     @abc.abstractmethod
@@ -242,7 +242,7 @@ class Sync(Expression, abc.ABC):
 
     def carry(self, layers: Any, leaves: Leaves, state: State) -> Exchange:
         """Exchange `leaves`, encoded by the codecs of `layers`; only if `carries` is True."""
-        raise TypeError(f"{self!r} carries no encoded payloads")
+        raise TypeError(f"{self!r} cannot carry encoded payloads")
 
     def children(self) -> Iterator["Sync"]:
         """Return the pipelines this one wraps directly."""
@@ -287,7 +287,7 @@ class Reducer(Sync):
 def require_takes_weight(sync: Sync, weight: object) -> None:
     """Raise a TypeError if there is a `weight` and `sync` is not `weighted`."""
     if weight is not None and not sync.takes_weight:
-        raise TypeError(f"weight: {sync!r} takes none; write weighted({sync!r})")
+        raise TypeError(f"weight: {sync!r} takes no weight; write weighted({sync!r})")
 
 
 def require_sums(sync: Sync, why: str) -> None:
@@ -304,8 +304,8 @@ def require_agreement(owner: str, inner: Sync) -> None:
     """Raise a TypeError, in the name of `owner`, if ranks may get different means of some leaves from `inner`."""
     if not inner.agrees:
         raise TypeError(
-            f"{owner}: {inner!r} gives ranks other means of some leaves, so they would act differently; "
-            f"put {owner} around the part that all share, as in partition({{'experts.*': none, '*': {owner}(...)}})"
+            f"{owner}: {inner!r} gives ranks different means of some leaves, so ranks would act differently; put "
+            f"{owner} around the part that all ranks share, as in partition({{'experts.*': none, '*': {owner}(...)}})"
         )
 
 
@@ -313,7 +313,9 @@ def require_means(sync: Sync, leaves: Iterable[str], mean: Mapping[str, Tensor])
     """Raise a ValueError unless `mean`, of an exchange of `leaves`, has an entry for each, or `sync` skips some."""
     wanted, given = set(leaves), set(mean)
     if not given.issubset(wanted) or (not sync.skips and len(given) < len(wanted)):
-        raise ValueError(f"{sync!r}: exchange got the leaves {list(leaves)} and gave {list(mean)}; give all of them")
+        raise ValueError(
+            f"{sync!r}: exchange got the leaves {list(leaves)} but returned {list(mean)}; return a mean for each leaf"
+        )
 
 
 def parts_of(sync: Sync, state: State, structure: Any) -> list[Any]:
@@ -321,7 +323,9 @@ def parts_of(sync: Sync, state: State, structure: Any) -> list[Any]:
     try:
         return structure.flatten_up_to(state)
     except ValueError as error:
-        raise ValueError(f"{sync!r}: exchange returned a state of another structure than it got: {error}") from error
+        raise ValueError(
+            f"{sync!r}: exchange returned a state of a different structure than it got: {error}"
+        ) from error
 
 
 def groups_of(sync: Sync) -> tuple[str | None, ...]:
@@ -340,7 +344,7 @@ class Registry(dict[str, Any]):
     def add(self, name: str, entry: Any) -> None:
         known = self.get(name)
         if known is not None and (known.__module__, name) != (entry.__module__, name):
-            raise ValueError(f"{name!r} is registered already, by {known.__module__}; choose another name")
+            raise ValueError(f"{name!r} is already registered by {known.__module__}; choose another name")
         self[name] = entry
 
 
@@ -359,7 +363,7 @@ def transform(cls: type[T]) -> type[T]:
 def require_subclass(decorator: str, cls: Any, base: type, wanted: str) -> None:
     """Raise a TypeError unless `cls`, the argument of a decorator, is a subclass of `base`."""
     if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise TypeError(f"{decorator}: expected a subclass of {wanted}, got {cls!r}; give it that base")
+        raise TypeError(f"{decorator}: expected a subclass of {wanted}, got {cls!r}; make it inherit from that class")
 
 
 def require_state(owner: str, state: State, kind: type) -> None:

@@ -18,7 +18,7 @@ def expression_of(text: str, wanted: str = PIPELINE) -> tuple[str, ast.expr]:
         raise ValueError(f"parse: the text has {len(text)} characters, more than {MAX_LENGTH}")
     text = text.strip().replace("\r\n", "\n").replace("\r", "\n")
     if not text:
-        raise problem(text, 1, 0, f"there is no text, where there must be {wanted}")
+        raise problem(text, 1, 0, f"the text is empty, expected {wanted}")
     try:
         return text, ast.parse(text, mode="eval").body
     except SyntaxError as error:

@@ -240,8 +240,8 @@ def _require_plain(path: str, leaf: Tensor) -> None:
         raise ValueError(f"leaf {path!r} has layout {leaf.layout}; synchronize leaf.to_dense() instead")
     if hasattr(leaf, "to_local"):  # DTensor takes long to import
         raise TypeError(
-            f"leaf {path!r} is a {type(leaf).__name__}, of which each rank has a part; synchronize leaf.to_local(), or "
-            "wrap the model in DistributedDataParallel(model, device_mesh=mesh['dp']), which makes all of them local"
+            f"leaf {path!r} is a {type(leaf).__name__}, so each rank has only a part; synchronize leaf.to_local(), or "
+            "wrap the model in DistributedDataParallel(model, device_mesh=mesh['dp']), which makes all leaves local"
         )
 
 

@@ -252,8 +252,8 @@ def predict(plan: PlanData, link: Links | str, compute: Compute) -> StepCost:
         seconds = (0.0,) * len(plan.segments)
     elif len(seconds) != len(plan.segments):
         raise ValueError(
-            f"predict: compute has the seconds of {len(seconds)} segments, and the plan has {len(plan.segments)}; "
-            "measure those of this plan: measure_segments(plan)"
+            f"predict: compute has the seconds of {len(seconds)} segments, but the plan has {len(plan.segments)}; "
+            "measure this plan: measure_segments(plan)"
         )
     queue, clock = _Queue(link), _Clock(compute)
     encode = decode = 0.0
@@ -313,12 +313,12 @@ def _arrivals(plan: PlanData, compute: Compute) -> Mapping[str, float]:
         buckets = 1 + max(plan.buckets.values(), default=0)
         return {path: compute.backward_seconds * ((bucket + 1) / buckets) for path, bucket in plan.buckets.items()}
     if missing := [path for path in plan.leaves if path not in compute.arrivals]:
-        raise ValueError(f"predict: compute has no arrival of leaf {missing[0]!r}; it is of another model")
+        raise ValueError(f"predict: compute has no arrival of leaf {missing[0]!r}; it was measured for another model")
     for path in plan.leaves:
         if not 0 <= (at := compute.arrivals[path]) <= compute.backward_seconds:
             raise ValueError(
-                f"predict: the gradient of leaf {path!r} arrives after {at!r} s, and backward takes "
-                f"{compute.backward_seconds!r} s; arrivals are from the start of backward, within it"
+                f"predict: the gradient of leaf {path!r} arrives after {at!r} s, but backward takes only "
+                f"{compute.backward_seconds!r} s; count arrivals from the start of backward"
             )
     return compute.arrivals
 

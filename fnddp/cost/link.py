@@ -108,14 +108,16 @@ class Link(Expression):
         True
         """
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"expected a link as text, such as '1gbit:20us', got {text!r}; of numbers make a Link(...)")
+            raise TypeError(
+                f"expected a link as text, such as '1gbit:20us', got {text!r}; to give numbers, make a Link(...)"
+            )
         rate, colon, latency = (part.strip() for part in text.partition(":"))
         found, late = _RATE.fullmatch(rate), _LATENCY.fullmatch(latency)
         if found is None or (colon and late is None):
             tc = "; bits are mbit or Mbps, since tc reads mbps as bytes" if rate.endswith("bps") else ""
             raise ValueError(
-                f"{text!r} is no link: write a rate and perhaps a latency, such as 200mbit, 1gbit, 25gbit:20us or "
-                f"115.4GB/s:2.5us{tc}"
+                f"{text!r} is not a link: write a rate and optionally a latency, such as 200mbit, 1gbit, 25gbit:20us "
+                f"or 115.4GB/s:2.5us{tc}"
             )
         number, *bits, nbytes = found.groups()
         prefix = next(each for each in (*bits, nbytes) if each is not None)
@@ -168,8 +170,8 @@ class Link(Expression):
             return kind, (payload, n), (payload, 1)
         if n % g:
             raise ValueError(
-                f"Link: {n} ranks do not fill nodes of {g}; give the group a link of its own: estimate(..., "
-                "{None: link, name: other})"
+                f"Link: {n} ranks do not fill nodes of {g}; give the group its own link: estimate(..., {{None: link, "
+                "name: other})"
             )
         within, across = kind.levels(payload, g, n // g)
         return kind, (within, g), (across, n // g)

@@ -87,7 +87,7 @@ def attach(
         if not isinstance(outer, Outer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"outer.attach: outer={outer!r} is a {type(outer).__name__}; expected an outer step, such as "
-                "fnddp.outer.diloco(allreduce, every=30), which fnddp.outer.parse makes of its text"
+                "fnddp.outer.diloco(allreduce, every=30), which fnddp.outer.parse makes from text"
             )
         over = outer if group is None else outer.over(group, unnamed_only=True)
         return over.sized(shards.sizes) if shards.sizes else over
@@ -97,7 +97,7 @@ def attach(
         if not parameters:
             raise ValueError("outer.attach: no parameter of the model requires gradients")
         if optimizer is None and outer.wants_moments:
-            raise ValueError(f"outer.attach: {outer!r} exchanges the moments of an optimizer; pass it")
+            raise ValueError(f"outer.attach: {outer!r} exchanges the moments of an optimizer; pass the optimizer")
         like = {name: torch.empty_like(local(p), device="meta") for name, p in parameters.items()}
         outer.init(outer.leaves_of(like, None))
         about = {"shard": shards.place} if shards.place else {}
@@ -141,8 +141,8 @@ class Attached:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an attached outer step runs in one model and cannot be copied or pickled, and optimizers lose hooks in "
-            "copies; save its state_dict(), and attach the outer step to a copy of the model"
+            "an attached outer step belongs to one model and cannot be copied or pickled, and copies of optimizers "
+            "lose its hooks; save its state_dict(), and attach the outer step to the copy of the model"
         )
 
     @property
@@ -234,7 +234,7 @@ class Attached:
         """
         if not self.outer.takes_weight:
             raise TypeError(
-                f"count: {self.outer!r} takes no weight; write weighted(...) around its pipeline, such as "
+                f"count: {self.outer!r} takes no weight; put weighted(...) around its pipeline, as in "
                 "outer.diloco(weighted(allreduce), every=30)"
             )
         self._tokens = (self._tokens or 0) + tokens

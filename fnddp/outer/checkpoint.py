@@ -69,9 +69,9 @@ class OuterCheckpoint(Checkpoint):
         """Raise a ValueError if one of the `ranks` that save together belongs to another worker."""
         if found := sorted(self._others.intersection(ranks)):
             raise ValueError(
-                f"ranks {found} are other workers of {self._attached.outer}, whose parameters differ between "
-                "exchanges: each worker has a checkpoint of its own, so give a folder of its own, and "
-                'group=mesh["shard"].get_group(), or for a worker of one rank group=dist.new_subgroups(1)[0]'
+                f"ranks {found} belong to other workers of {self._attached.outer}, and parameters of workers differ "
+                "between exchanges: save one checkpoint for each worker, in its own folder, with "
+                'group=mesh["shard"].get_group(), or, if each worker is one rank, group=dist.new_subgroups(1)[0]'
             )
 
     def saved_by(self, saved: Mapping[str, Any]) -> int:

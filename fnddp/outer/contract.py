@@ -148,7 +148,9 @@ def parse(text: str) -> Outer:
 def require_unweighted(step: Outer) -> None:
     """Raise a TypeError if `step` needs weights, because only `attach` passes them."""
     if step.takes_weight:
-        raise TypeError(f"{step!r} needs the tokens of each rank, which only outer.attach counts; leave out weighted")
+        raise TypeError(
+            f"{step!r} needs the number of tokens of each rank, which only outer.attach counts; remove weighted"
+        )
 
 
 def require_options(step: Outer, *syncs: Sync, **least: int) -> None:
@@ -161,4 +163,4 @@ def require_options(step: Outer, *syncs: Sync, **least: int) -> None:
         if not sync.ops <= {"mean"}:
             raise TypeError(f"{owner}: {sync!r} takes a {', '.join(sorted(sync.ops))}; parameters need a mean")
         if sync.skips:
-            raise TypeError(f"{owner}: {sync!r} has no update for some leaves; set the period of {owner} instead")
+            raise TypeError(f"{owner}: {sync!r} skips some leaves in some steps; set the period of {owner} instead")

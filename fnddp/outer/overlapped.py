@@ -131,7 +131,7 @@ class _Open:
         except Exception as error:
             self.backward.keep(error)
         except BaseException as error:
-            self.backward.keep(RuntimeError(f"{type(error).__name__} has interrupted this exchange"))
+            self.backward.keep(RuntimeError(f"{type(error).__name__} interrupted this exchange"))
             raise
 
     def send(self) -> None:

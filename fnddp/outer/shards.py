@@ -85,8 +85,9 @@ def shards_of(
         for name, p in parameters.items():
             if not isinstance(p, DTensor):
                 raise TypeError(
-                    f"outer.attach: parameter {name!r} is not sharded, and others are, so the ranks of a worker would "
-                    "train it apart; call fully_shard on the whole model first, with mesh=mesh['shard']"
+                    f"outer.attach: parameter {name!r} is not sharded but others are, so its values would differ "
+                    "between the ranks of a worker; call fully_shard on the whole model first, with "
+                    "mesh=mesh['shard']"
                 )
             if not _ranks(p.device_mesh) <= _ranks(largest):
                 raise TypeError(f"outer.attach: parameter {name!r} is on {p.device_mesh}, and others are on {largest}")
@@ -94,8 +95,8 @@ def shards_of(
             _require_workers(group, largest)
         elif commit is None:
             raise ValueError(
-                "outer.attach: over a wire other than torch.distributed's, the ranks of a sharded worker agree by "
-                "`commit` alone; give it, such as commit=manager.should_commit"
+                "outer.attach: over a wire other than torch.distributed's, the ranks of a sharded worker can agree "
+                "only through `commit`; pass it, as in commit=manager.should_commit"
             )
         return {_MODEL: "sharded by fully_shard"}
 
@@ -133,13 +134,14 @@ def _require_workers(group: Group, shards: DeviceMesh) -> None:
         )
     if isinstance(group, DeviceMesh) and group.ndim != 1:
         raise TypeError(
-            f"outer.attach: group={group} has {group.ndim} dimensions, and ranks of one shard are in one; {fix}"
+            f"outer.attach: group={group} has {group.ndim} dimensions, but needs one, of the ranks with the same "
+            f"shard; {fix}"
         )
     workers = set(dist.get_process_group_ranks(live_group(group_name(group))))
     if len(workers & _ranks(shards)) > 1:
         raise TypeError(
             f"outer.attach: ranks {sorted(workers)} of group hold different shards of one worker, whose ranks are "
-            f"{sorted(_ranks(shards))}, and an exchange is between the same shards of several workers; {fix}"
+            f"{sorted(_ranks(shards))}, but an exchange is between the same shards of several workers; {fix}"
         )
 
 

@@ -123,8 +123,8 @@ def simulate_training(
     """
     if outer.wants_moments and not elementwise:
         raise ValueError(
-            "simulate_training: the outer step exchanges moments, so one optimizer must serve all ranks; give "
-            "elementwise=True, which is right for SGD and Adam"
+            "simulate_training: the outer step exchanges moments, so one optimizer must serve all ranks; pass "
+            "elementwise=True if the optimizer works element by element, as SGD and Adam do"
         )
     leaves, spec = tree.flatten(params)
     leaves = {path: leaves[path].detach().expand(world_size, *leaves[path].shape).clone() for path in spec.paths}

@@ -261,20 +261,20 @@ def planned_world(pipeline: Expression, groups: frozenset[str | None] | None, wo
         n = _checked("world_size", world_size)
         if n > 1 and len(known) > 1:
             raise ValueError(
-                f"lower: {pipeline!r} reduces over {over}, and world_size={n} does not say how many ranks each of them "
-                f"has; give each number by name: world_size={{{', '.join(f'{group!r}: ...' for group in known)}}}"
+                f"lower: {pipeline!r} reduces over {over}, but world_size={n} does not give the ranks of each group; "
+                f"give each number by name: world_size={{{', '.join(f'{group!r}: ...' for group in known)}}}"
             )
         return World(size=n)
     sizes = {group: _checked(f"world_size[{group!r}]", n) for group, n in world_size.items()}
     if groups is not None and sizes.keys() != groups:
         raise ValueError(
-            f"lower: world_size must give the size of each group of {pipeline!r}, which reduces over {over}, and of no "
-            f"other; got {sizes}"
+            f"lower: world_size must give exactly the sizes of the groups of {pipeline!r}, which reduces over {over}; "
+            f"got {sizes}"
         )
     return World(size=sizes)
 
 
 def _checked(what: str, n: Any) -> int:
     if (size := checked_int(f"lower: {what}", n)) < 1:
-        raise ValueError(f"lower: {what} must be at least 1, or None for the groups that there are, got {size}")
+        raise ValueError(f"lower: {what} must be at least 1, or None for the live groups, got {size}")
     return size

@@ -149,10 +149,15 @@ class _Half(Carrier):
         n, rank = collectives.world_size(group), collectives.rank(group)
         name = type(self).__name__
         if current().simulated is not None:
-            raise TypeError(f"{name}: ranks own other leaves, which a simulation in one process cannot show; use ranks")
+            raise TypeError(
+                f"{name}: ranks own different leaves, which a simulation in one process cannot represent; run it on "
+                "real ranks"
+            )
         owners = Owners.of(leaves, n) if self.owners is None else self.owners
         if owners.n != n:
-            raise ValueError(f"{name}: the owners are for {owners.n} ranks, and there are {n}; make them anew")
+            raise ValueError(
+                f"{name}: the owners are for {owners.n} ranks, but there are {n}; make a new table of owners"
+            )
         return group, rank, owners
 
 

@@ -86,9 +86,7 @@ class hierarchical(Sync):
             object.__setattr__(self, "intra", group_name(self.intra))
         if self.inner.ops - {"mean"}:
             others = ", ".join(sorted(self.inner.ops - {"mean"}))
-            raise TypeError(
-                f"hierarchical: {self.inner!r} takes a {others}, but inside the node a mean is taken; use a mean"
-            )
+            raise TypeError(f"hierarchical: {self.inner!r} takes a {others}, but the node takes a mean; use a mean")
         if self.inner.groups is None:
             raise TypeError(
                 f"hierarchical: {self.inner!r} does not name the group it reduces over; use one of fnddp's pipelines"
@@ -97,8 +95,8 @@ class hierarchical(Sync):
             if inner.wants_whole_leaves:
                 name = type(inner).__name__
                 raise TypeError(
-                    f"hierarchical: {name} needs whole leaves, but here a rank has a shard of each; put it outside, "
-                    f"{name}(hierarchical(...)), or give whole leaves, shard=False"
+                    f"hierarchical: {name} needs whole leaves, but here each rank has only a shard of each leaf; put "
+                    f"it outside, {name}(hierarchical(...)), or keep leaves whole with shard=False"
                 )
 
     @property
@@ -135,7 +133,10 @@ class hierarchical(Sync):
         if unnamed_only:
             return self if self._inside is not None else replace(self, intra=over)
         if name is not None:
-            raise ValueError(f"{self!r} reduces over two groups, so it cannot be put on one; make it with others")
+            raise ValueError(
+                f"{self!r} reduces over two groups, so over(group) cannot replace both; build it with the groups you "
+                "need"
+            )
         return replace(self, inner=self.inner.over(None), intra=over)  # without names, to compare
 
     def init(self, grads: Tree) -> State:
@@ -178,8 +179,9 @@ class hierarchical(Sync):
         for group in across & {None, inside}:
             which = "the default one" if group is None else f"{group!r}, that inside the node"
             raise ValueError(
-                f"hierarchical: {self.inner!r} must reduce across nodes, over another group than {which}, whose ranks "
-                f"have other shards; name it, hierarchical({self.inner.over(None)!r}.over(across), intra=inside)"
+                f"hierarchical: {self.inner!r} must reduce across nodes, over another group than {which}, because the "
+                "ranks of that group have different shards; name it, "
+                f"hierarchical({self.inner.over(None)!r}.over(across), intra=inside)"
             )
 
 

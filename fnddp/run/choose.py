@@ -285,7 +285,7 @@ def automatic(
 
     def require_measurable() -> None:
         if wire is not C10D:
-            raise ValueError(f'sync="auto" measures torch.distributed, and not {wire!r}; name a pipeline')
+            raise ValueError(f'sync="auto" can only measure torch.distributed, got {wire!r}; name a pipeline')
 
     if isinstance(wire, Elastic):  # replicas may not have joined yet
         require_measurable()

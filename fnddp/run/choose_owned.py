@@ -59,7 +59,7 @@ def _study() -> dict[str, Any]:
 def pairs(within: float = 0.01) -> tuple[Pair, ...]:
     """Return the study's pairs for which repeated runs rule out a loss of over `within` nats, the exact one first."""
     if not within >= 0:
-        raise ValueError(f"choose_owned: within must be a number of nats that is not negative, got {within!r}")
+        raise ValueError(f"choose_owned: within must be a number of nats of at least 0, got {within!r}")
     every = [Pair(**row) for row in _study()["pairs"]]
     return tuple(each for each in every if each.most <= within)
 
@@ -117,14 +117,16 @@ def choose_owned(
     """
     links = parsed(links)
     if unknown := sorted({*(codec_seconds or ())} - {*hop_seconds()}):
-        raise ValueError(f"choose_owned: codec_seconds has {unknown[0]!r}, which is no hop of {sorted(hop_seconds())}")
+        raise ValueError(
+            f"choose_owned: codec_seconds has {unknown[0]!r}, which is not a hop; the hops are {sorted(hop_seconds())}"
+        )
     optimizers = several(optimizer)
     among = pairs(within)
     if not any(map(is_muon, optimizers)):
         names = ", ".join(type(each).__name__ for each in optimizers)
         raise ValueError(
-            f"choose_owned: losses were measured with Muon, and the optimizer is {names}; add torch.optim.Muon for the "
-            "matrices, or name the hops: own's defaults, 'two_shot' and 'allgather', lose nothing"
+            f"choose_owned: losses were measured with Muon, but the optimizer is {names}; add torch.optim.Muon for "
+            "the matrices, or name the hops: own's defaults, 'two_shot' and 'allgather', are lossless"
         )
     if any(p.dtype not in DTYPES for p in model.parameters() if p.requires_grad):
         among = among[:1]

@@ -149,7 +149,7 @@ class Engine:
     @state.setter
     def state(self, state: State) -> None:
         if self.step is not None:
-            raise RuntimeError("the state cannot be set while a step is open, which would write over it")
+            raise RuntimeError("the state cannot be set while a step is open, because the step would overwrite it")
         self._take(require_like(repr(self.sync), state, self._own_state()))
 
     def require_noticed(self) -> None:
@@ -293,7 +293,7 @@ class Engine:
         """
         if self.refused is not None:
             raise RuntimeError(
-                f"no step begins, since parameters are in no good state: {self.refused}"
+                f"no step can begin, because parameters are inconsistent: {self.refused}"
             ) from self.refused
         if isinstance(self.wire, Elastic) and (self.wire.epoch != self.lane.epoch or self.wire.lost is not None):
             self.broken = None  # an epoch that lost a rank sends nothing more, so steps stay consistent
@@ -339,7 +339,9 @@ class Engine:
         named = {without_wrappers(name): name for name in self.leaves}  # either run may be compiled
         learnt = [named.get(without_wrappers(name), name) for name in learnt]
         if self.step is not None:
-            raise RuntimeError("the order of gradients cannot be set while a step is open, which is laid out by it")
+            raise RuntimeError(
+                "the order of gradients cannot be set while a step is open, because the step uses that order"
+            )
         if not learnt and self._can_learn_order:  # lays out the next step as any first step
             self.learnt, self.learns_order, self._order, self._programs = [], True, None, []
             self._memory.clear()
@@ -480,9 +482,9 @@ class Engines:
         key, call = self._key(leaves, state), object()
         if self._calls.setdefault(key, call) is not call:  # atomic, unlike a lookup followed by an insertion
             raise RuntimeError(
-                f"a step of {self._sync!r} for such leaves is under way: its function was called again within its own "
-                "call, or by another thread; make another one for that with fnddp.value_and_grad or fnddp.jit, for a "
-                "thread over a process group of its own"
+                f"a step of {self._sync!r} for these leaves is already running: its function was called again within "
+                "its own call, or by another thread; make another function for that call with fnddp.value_and_grad "
+                "or fnddp.jit, and for a thread, over its own process group"
             )
         try:
             yield self._of(key, leaves, state)

@@ -105,19 +105,21 @@ def parameters_of(
     """Return the parameters of each optimizer that require a gradient, by name, in the order of the model."""
     _require_plain(who, model)
     if not optimizers:
-        raise ValueError(f"{who}: there is no optimizer; give one, or several")
+        raise ValueError(f"{who}: no optimizer was given; pass one or several")
     of = require_ownable(who, model, optimizers)
     named: list[dict[str, nn.Parameter]] = [{} for _ in optimizers]
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         if id(p) not in of:
-            raise ValueError(f"{who}: {name!r} is in no optimizer, so no rank would update it; add it, or freeze it")
+            raise ValueError(
+                f"{who}: {name!r} is in no optimizer, so no rank would update it; add it to one, or freeze it"
+            )
         named[of[id(p)]][name] = p
     for optimizer, each in zip(optimizers, named, strict=True):
         if not each:
             raise ValueError(
-                f"{who}: {type(optimizer).__name__} has no parameter that requires a gradient; leave it out"
+                f"{who}: {type(optimizer).__name__} has no parameter that requires a gradient; do not pass it"
             )
     return named
 
@@ -134,24 +136,27 @@ def require_ownable(who: str, model: nn.Module, optimizers: Sequence[torch.optim
     for i, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise TypeError(f"{who}: LBFGS evaluates a closure, and mixes all leaves; there is no owner of one leaf")
+            raise TypeError(
+                f"{who}: LBFGS evaluates a closure and mixes all leaves, so a leaf cannot have an owner; use another "
+                "optimizer"
+            )
         if (owner := owner_of(optimizer)) is not None:
-            raise TypeError(f"{who}: {kind} has owners already ({owner}); make another optimizer")
+            raise TypeError(f"{who}: {kind} is already used by {owner}; make another optimizer")
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if id(p) not in names:
                 raise ValueError(
                     f"{who}: {kind} has a parameter of shape {tuple(p.shape)} that is not the model's; make the "
-                    f"optimizer of model.parameters(), before {who}, and after fully_shard where that is called"
+                    f"optimizer from model.parameters(), before {who}, and after fully_shard if you call it"
                 )
             if id(p) in of:
                 raise ValueError(
-                    f"{who}: {names[id(p)]!r}, a parameter of shape {tuple(p.shape)}, is in two optimizers, of which "
-                    "each would update it; leave it in one"
+                    f"{who}: {names[id(p)]!r}, a parameter of shape {tuple(p.shape)}, is in two optimizers, and both "
+                    "would update it; put it in only one"
                 )
             if torch_private.optimizers_in_backward(p):
                 raise TypeError(
-                    f"{who}: {names[id(p)]!r} has an optimizer that runs in backward, before a mean is there; leave it "
-                    "out"
+                    f"{who}: {names[id(p)]!r} has an optimizer that runs in backward, before the mean is known; "
+                    "remove that optimizer"
                 )
             of[id(p)] = i
     return of
@@ -170,8 +175,8 @@ def require_same_parameters(who: str, optimizer: torch.optim.Optimizer, known: I
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p.requires_grad and id(p) not in ids:
             raise RuntimeError(
-                f"{who}: {type(optimizer).__name__} has got a parameter of shape {tuple(p.shape)} since it was given "
-                f"to {who}, which has no owner; add it before"
+                f"{who}: a parameter of shape {tuple(p.shape)} was added to {type(optimizer).__name__} after {who} "
+                "was called, so it has no owner; add it before"
             )
 
 
@@ -179,9 +184,9 @@ def require_same_groups(saved: Sequence[Mapping[str, Any]], mine: Sequence[Mappi
     """Raise a ValueError unless the saved groups name the same parameters as the groups of this optimizer."""
     if [set(group["params"]) for group in saved] != [set(group["params"]) for group in mine]:
         raise ValueError(
-            f"load_optimizer_state_dict: the groups of parameters are {[len(g['params']) for g in saved]} parameters "
-            f"long, and those here {[len(g['params']) for g in mine]}, or have other names; load it with the same "
-            "optimizers, in the same order"
+            f"load_optimizer_state_dict: the saved groups have {[len(g['params']) for g in saved]} parameters and "
+            f"those here {[len(g['params']) for g in mine]}, or their names differ; load it with the same optimizers, "
+            "in the same order"
         )
 
 
@@ -190,13 +195,13 @@ def _require_plain(who: str, model: nn.Module) -> None:
         if isinstance(part, TorchDDP):
             which = f"the part {name!r} of the model" if name else "the model"
             raise TypeError(
-                f"{who}: {which} is wrapped in DistributedDataParallel, which would reduce twice; unwrap it"
+                f"{who}: {which} is wrapped in DistributedDataParallel, so gradients would be reduced twice; unwrap it"
             )
     for name, p in model.named_parameters():
         if isinstance(p, DTensor):
             raise TypeError(
-                f"{who}: {name!r} is a DTensor, of which each rank has its shard and the state of that; "
-                "leave own out, or fully_shard"
+                f"{who}: {name!r} is a DTensor, so each rank already keeps its shard and the optimizer state of that "
+                "shard; use own or fully_shard, not both"
             )
 
 
@@ -212,7 +217,7 @@ def owners_of(
         costs = {name: float(cost(name, p)) for name, p in parameters.items()}
         for name, each in costs.items():
             if not 0 <= each < math.inf:
-                raise ValueError(f"own: the cost of {name!r} is {each}; return a number that is not negative")
+                raise ValueError(f"own: the cost of {name!r} is {each}; return a number of at least 0")
     else:
         costs = {
             name: float(p.numel() * (min(p.shape) if is_muon(optimizer) and p.ndim == 2 else 1))
@@ -260,8 +265,8 @@ def require_own_state(
     whole = {name: [0, shape[0] if shape else 1] for name, shape in owners.shapes if shape.numel()}
     if theirs is not None and theirs not in (mine, whole):
         raise ValueError(
-            f"{who}: this state of {type(optimizer).__name__} is that of the leaves {_some(theirs)}, which the rank "
-            f"that saved it owned; this one owns {_some(mine)}. Let each rank load its own, or save with "
+            f"{who}: this state of {type(optimizer).__name__} is for the leaves {_some(theirs)}, owned by the rank "
+            f"that saved it, but this rank owns {_some(mine)}. Load each rank's own state on that rank, or save with "
             "optimizer_state_dict() and load with load_optimizer_state_dict, for any number of ranks"
         )
 
@@ -283,8 +288,8 @@ def require_shapes(
         ):
             raise ValueError(
                 f"{who}: {key!r} of {name!r} in the state of {type(optimizer).__name__} is {describe(value)}, a "
-                f"{type(value).__name__}, and the leaf is of shape {list(shapes[0])}: the state is of another model, "
-                "or what one rank had of it; load a whole one with load_optimizer_state_dict"
+                f"{type(value).__name__}, but the leaf has the shape {list(shapes[0])}: the state is of another "
+                "model, or is only one rank's part; load a whole state with load_optimizer_state_dict"
             )
 
 
@@ -351,8 +356,8 @@ def first_hop(who: str, gradients: str | Sync) -> Sync:
     """Return the pipeline that sends gradients to owners; raise a TypeError if `gradients` cannot end at owners."""
     if gradients == AUTO:
         raise TypeError(
-            f"{who}: gradients='auto' measures pipelines that give every rank a mean; name one yourself, such as those "
-            "of fnddp.choose_owned, for a link that is written down"
+            f"{who}: gradients='auto' can only measure pipelines that give every rank a mean; name a pipeline, for "
+            "example the one that fnddp.choose_owned returns for a given link"
         )
     sync = pipeline_of(f"{who}: gradients", gradients)
     for each in all_in(sync):
@@ -361,8 +366,9 @@ def first_hop(who: str, gradients: str | Sync) -> Sync:
             is_plain or _is_codec(each) or isinstance(each, error_feedback | partition | warmup | weighted | to_owners)
         ):
             raise TypeError(
-                f"{who}: gradients={sync!r} cannot end at the owners, because of {each!r}; give two_shot, with codecs "
-                "around it and error_feedback around these: 'error_feedback(quantize(two_shot, bits=4))'"
+                f"{who}: gradients={sync!r} cannot send gradients to owners, because of {each!r}; use two_shot, "
+                "optionally with codecs around it and error_feedback around the codecs: "
+                "'error_feedback(quantize(two_shot, bits=4))'"
             )
     return sync
 
@@ -374,8 +380,8 @@ def second_hop(who: str, weights: str | Sync, what: str = "weights") -> Sync:
     for each in all_in(inner):
         if not (isinstance(each, all_gather) or _is_codec(each)):
             raise TypeError(
-                f"{who}: {what}={sync!r} cannot travel between owners and others, because of {each!r}; give "
-                "allgather, with codecs around it and ef21 around these: 'ef21(quantize(allgather, bits=4))'"
+                f"{who}: {what}={sync!r} cannot send from owners to other ranks, because of {each!r}; use allgather, "
+                "optionally with codecs around it and ef21 around the codecs: 'ef21(quantize(allgather, bits=4))'"
             )
     if isinstance(sync, ef21) and (sync.eta != 1 or isinstance(inner, all_gather)):
         raise TypeError(f"{who}: {what}={sync!r}: ef21 sends differences through codecs here, without an average (eta)")

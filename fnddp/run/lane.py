@@ -84,8 +84,8 @@ class Lane:
             raise not_connected(live, "fnddp", error) from error
         if all(highest):
             raise RuntimeError(
-                f"process group {live.group_name!r} has {MOST} wrapped models already, each with a communicator of its "
-                "own; drop references to those that are not used, or make another group"
+                f"process group {live.group_name!r} already has {MOST} wrapped models, each with its own "
+                "communicator; delete the models that are no longer used, or make another group"
             )
         number = highest.index(0)
         taken.add(number)

@@ -98,7 +98,9 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
     True
     """
     if meta := [path for path, leaf in plan.leaves.items() if leaf.device == torch.device("meta")]:
-        raise ValueError(f"measure_segments: leaf {meta[0]!r} is on the meta device; lower the plan for real tensors")
+        raise ValueError(
+            f"measure_segments: leaf {meta[0]!r} is on the meta device; lower the plan for tensors with values"
+        )
     mirror, observer, generator = _Mirror(plan), Observer(measures=True), torch.Generator().manual_seed(0)
     state = mirror.initial_state() if state is None else state
     program = Program(

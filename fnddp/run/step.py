@@ -57,9 +57,9 @@ def require_noticed(notices: Iterable[Callable[[], bool]]) -> None:
     """Raise a CollectiveError if, on an accelerator, another rank failed in the last step: see `Step.notice`."""
     if any(notice() for notice in notices):
         raise CollectiveError(
-            "another rank failed in the step before this one, or all gave the weight 0, and gradients counted as "
-            "zeros: parameters and the pipeline's state are wrong since then. See its own error, and restart from a "
-            "checkpoint from before"
+            "another rank failed in the previous step, or all ranks gave the weight 0, so gradients counted as "
+            "zeros: parameters and the pipeline's state have been wrong since then. See that rank's own error, and "
+            "restart from an earlier checkpoint"
         )
 
 
@@ -188,7 +188,7 @@ class Step:
         """
         program = self._program
         if self._put[position]:
-            raise UnexpectedGradient(program.inputs[position].path, grad, "has arrived already in this step")
+            raise UnexpectedGradient(program.inputs[position].path, grad, "has already arrived in this step")
         self._put[position] = 1
         slot = self._slots[position] if self._copies_at_once else None
         if (

@@ -145,13 +145,15 @@ class Vote:
             raise StepFailedError(self._explanation(None))
         if flags.is_mixed:
             raise RankMismatchError(
-                f"ranks have ended steps of different functions at once: that of this rank is number {self._place} of "
-                "those that synchronize on these process groups, in the order of their first calls. State and "
-                "parameters are unchanged on all ranks; call them in one order on all ranks, or give each a process "
-                "group of its own"
+                f"ranks ended steps of different functions at the same time: this rank's is number {self._place} of "
+                "the functions that synchronize on these process groups, in the order of their first calls. State "
+                "and parameters are unchanged on all ranks; call the functions in the same order on all ranks, or "
+                "give each its own process group"
             )
         if not flags.counts and self._device.is_asynchronous:
-            raise CollectiveError("all ranks gave the weight 0 in this step, and those that do not wait have taken it")
+            raise CollectiveError(
+                "all ranks gave the weight 0 in this step, and ranks that do not wait have already applied it"
+            )
         if not flags.counts:
             raise no_mean()
         return frozenset(path for path, is_used in zip(self._leaves, used, strict=True) if not is_used)

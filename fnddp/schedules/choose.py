@@ -41,7 +41,7 @@ class partition(Sync):
     >>> sync.init({"fc.weight": torch.ones(2, 2)})
     Traceback (most recent call last):
         ...
-    ValueError: partition: pattern '*.bias' gets none of the leaves ['fc.weight']; remove it or mend it
+    ValueError: partition: pattern '*.bias' gets none of the leaves ['fc.weight']; correct it, move it up, or remove it
     """
 
     rules: Mapping[str, Sync] | tuple[tuple[str, Sync], ...]
@@ -115,7 +115,8 @@ def split_by_pattern(owner: str, leaves: Leaves, patterns: Mapping[str, re.Patte
     for pattern, part in parts.items():
         if leaves and not part:  # on a tree without leaves no pattern matches
             raise ValueError(
-                f"{owner}: pattern {pattern!r} gets none of the leaves {list(leaves)}; remove it or mend it"
+                f"{owner}: pattern {pattern!r} gets none of the leaves {list(leaves)}; correct it, move it up, or "
+                "remove it"
             )
     return parts
 
@@ -203,7 +204,7 @@ class switch(Sync):
         pairs = checked_pairs("switch: stages must be a dict of pipelines by step", self.stages, Sync)
         steps = [checked_int("switch: a step", step) for step, _ in pairs]
         if not steps or min(steps) != 0 or len(set(steps)) < len(steps):
-            raise ValueError(f"switch: the first of the stages begins at step 0, others later, got the steps {steps}")
+            raise ValueError(f"switch: the first stage must begin at step 0 and others later, got the steps {steps}")
         by_step = dict(zip(steps, (sync for _, sync in pairs), strict=True))
         object.__setattr__(self, "stages", tuple((step, by_step[step]) for step in sorted(by_step)))
         super().__post_init__()

@@ -55,8 +55,8 @@ class measure(Sync):
         super().__post_init__()
         if self.inner.ops != {"mean"} or self.inner.groups is None or len(self.inner.groups) != 1:
             raise TypeError(
-                f"measure: {self.inner!r} takes no mean over one process group to compare with; "
-                "measure a part of it, such as a rule of partition({...})"
+                f"measure: {self.inner!r} takes no mean over one process group, so there is nothing to compare with; "
+                "measure a part of it, such as one rule of partition({...})"
             )
         require_agreement("measure", self.inner)
 

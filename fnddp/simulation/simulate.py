@@ -51,8 +51,8 @@ def simulate(sync: Sync | str, world_size: int, *, groups: Mapping[str, Division
     made = Simulation(sync, world_size, dict(groups or {}))
     if groups and not (sync.groups or frozenset()).intersection(groups):
         raise ValueError(
-            f"simulate: {sync!r} reduces over none of the groups {list(groups)}; name one in it, such as "
-            f"all_reduce({next(iter(groups))!r}), or leave groups out"
+            f"simulate: {sync!r} does not reduce over any of the groups {list(groups)}; name one in the pipeline, "
+            f"such as all_reduce({next(iter(groups))!r}), or remove groups"
         )
     return made
 
@@ -86,8 +86,8 @@ class Simulation:
 
     def _refusal(self, why: str) -> ValueError:
         return ValueError(
-            f"simulate: {self.sync!r} {why}, which cannot run for all ranks at once; run it on "
-            "threads, fnddp.simulation.ranks.run_threads"
+            f"simulate: {self.sync!r} {why}, so it cannot run for all ranks at once; run it on threads, "
+            "fnddp.simulation.ranks.run_threads"
         )
 
     def init(self, grads: Tree) -> State:
@@ -201,7 +201,9 @@ class Simulation:
             return None
         given = [Weight.of(each) for each in ([None] * self.world_size if weight is None else weight)]
         if len(given) != self.world_size:
-            raise ValueError(f"simulate: weight must have one for each of {self.world_size} ranks, got {len(given)}")
+            raise ValueError(
+                f"simulate: weight must have one entry for each of {self.world_size} ranks, got {len(given)}"
+            )
         require_weights(given)
         return torch.tensor([each.number for each in given], dtype=torch.float64)
 
@@ -214,8 +216,8 @@ class Simulation:
     def _agreed(self, path: str, rows: Tensor) -> Tensor:
         if not torch.equal(_bits(rows), _bits(rows[:1].expand_as(rows))):
             raise ValueError(
-                f"simulate: {self.sync!r} gives another {path!r} on each rank, which its state marks as Replicated; "
-                "mark it Local, or compute it from what all ranks have"
+                f"simulate: {self.sync!r} gives each rank a different {path!r}, but its state marks that part as "
+                "Replicated; mark it Local, or compute it only from values that are equal on all ranks"
             )
         return rows[0]
 
@@ -238,8 +240,8 @@ def require_rows(leaves: Mapping[Any, Tensor], n: int, what: str = "simulate: le
     for path, leaf in leaves.items():
         if leaf.ndim == 0 or leaf.shape[0] != n:
             raise ValueError(
-                f"{what.format(path)} has shape {tuple(leaf.shape)}, which has no row for each of {n} ranks; stack "
-                "those of the ranks: torch.stack(by_rank)"
+                f"{what.format(path)} has shape {tuple(leaf.shape)}, but needs a row for each of {n} ranks; stack the "
+                "tensors of the ranks: torch.stack(by_rank)"
             )
 
 

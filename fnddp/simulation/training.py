@@ -101,13 +101,18 @@ def simulate_training(
     (torch.Size([200, 4]), True, True)
     """
     if (optimizer is None) == (update is None):
-        raise ValueError("simulate_training: give optimizer, which makes a torch.optim one, or update, and not both")
+        raise ValueError(
+            "simulate_training: give either optimizer, a function that makes a torch.optim optimizer, or update"
+        )
     leaves, spec = tree.flatten(params)
     leaves = {path: leaves[path].detach().clone() for path in spec.paths}  # optimizers get them in this order
     owners = None
     if weights is not None:
         if optimizer is None:
-            raise ValueError("simulate_training: weights come from owners, who have an optimizer; give one, not update")
+            raise ValueError(
+                "simulate_training: weights are sent by owners, which run an optimizer; give optimizer instead of "
+                "update"
+            )
         # Owners of whole leaves have, bit for bit, the results that allgather returns on all ranks.
         sync = with_halves(first_hop("simulate_training", sync), allgather)
         owners = _Owners(second_hop("simulate_training", weights), leaves)
@@ -224,7 +229,7 @@ def _require_each_once(leaves: Leaves, optimizers: Sequence[torch.optim.Optimize
         if given[id(leaf)] != 1:
             raise ValueError(
                 f"simulate_training: leaf {path!r} is in {given[id(leaf)]} of the {len(optimizers)} optimizers; each "
-                "must be in one"
+                "leaf must be in exactly one"
             )
 
 
@@ -233,7 +238,7 @@ def _one_mean(leaves: Leaves, mean: Means) -> Means:
     rows = {path: x for path, x in mean.items() if x is not None and x.shape != leaves[path].shape}
     if differ := tree.changed(rows, {path: x[:1].expand_as(x) for path, x in rows.items()}):
         raise ValueError(
-            f"simulate_training: the mean of leaf {differ[0]!r} is not the same on all ranks, so that their parameters "
-            "would differ; simulate the pipeline itself, fnddp.simulate, and keep a row of parameters for each"
+            f"simulate_training: the mean of leaf {differ[0]!r} differs between ranks, so their parameters would "
+            "differ; simulate the pipeline itself with fnddp.simulate, and keep a row of parameters for each rank"
         )
     return {**mean, **{path: x[0] for path, x in rows.items()}}

@@ -628,21 +628,24 @@ def _chosen_hops(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
 def _require_mean(sync: Sync) -> None:
     if named := [group for group in sync.groups or () if group is not None]:
         raise ValueError(
-            f"tune: {sync!r} reduces over process group {sorted(named)[0]!r}, but tune's virtual ranks are one group; "
-            "leave it out, or cost the pipeline with lower(sync, params, world_size={...}).predict(link, compute)"
+            f"tune: {sync!r} reduces over process group {sorted(named)[0]!r}, but tune's virtual ranks form one "
+            "group; remove the group, or cost the pipeline with lower(sync, params, "
+            "world_size={...}).predict(link, compute)"
         )
     if not sync.ops:
-        raise ValueError(f"tune: {sync!r} exchanges nothing, so each rank would train alone; add a reducer")
+        raise ValueError(f"tune: {sync!r} exchanges nothing, so ranks would train independently; add a reducer")
 
 
 def _require_warm(sync: Sync, steps: int, *, own: bool) -> None:
     for each in all_in(sync):
         if isinstance(each, warmup) and own:
-            raise ValueError(f"tune: {sync!r} begins with another hop, and tune costs the first step; leave warmup out")
+            raise ValueError(
+                f"tune: {sync!r} uses another hop during warm-up, but tune costs the first step; remove warmup"
+            )
         if isinstance(each, warmup) and each.steps >= steps:
             raise ValueError(
-                f"tune: {sync!r} warms up for {each.steps} steps, so a training of {steps} says nothing about what "
-                f"comes after; give more steps, such as {3 * each.steps}, or leave warmup out"
+                f"tune: {sync!r} warms up for {each.steps} steps, so a training of {steps} steps does not test the "
+                f"steps after warm-up; give more steps, such as {3 * each.steps}, or remove warmup"
             )
 
 

@@ -44,13 +44,13 @@ class Memory(Sync):
             other = type(inner).__name__
             if isinstance(inner, shared_momentum):
                 raise TypeError(
-                    f"{name}: {other} in it sends a momentum, which is no gradient with losses; "
-                    f"put {name} inside, {other}({name}(...))"
+                    f"{name}: it contains {other}, which sends a momentum, not a gradient; put {name} inside, "
+                    f"{other}({name}(...))"
                 )
             if inner.remembers:
                 raise TypeError(
-                    f"{name}: {other} in it remembers what is lost, too; "
-                    "both would add the same losses, and training diverges; leave one of them out"
+                    f"{name}: it contains {other}, which also has a memory of compression errors; both would add the "
+                    "same errors again, and training diverges; remove one of the two"
                 )
 
 
@@ -385,14 +385,15 @@ class shared_momentum(Sync):
         for inner in all_in(self.inner):
             if isinstance(inner, shared_momentum | momentum_correction):
                 raise TypeError(
-                    f"shared_momentum: {type(inner).__name__} in it has a momentum, too; leave one of them out"
+                    f"shared_momentum: it contains {type(inner).__name__}, which also has a momentum; remove one of "
+                    "the two"
                 )
         require_agreement("shared_momentum", self.inner)
         if self.inner.ops != {"mean"}:
             taken = ", ".join(sorted(self.inner.ops))
             raise TypeError(
-                f"shared_momentum: {self.inner!r} takes a {taken} over ranks, and each of them sends the momentum that "
-                "all share; use a mean"
+                f"shared_momentum: {self.inner!r} takes a {taken} over ranks, but the shared momentum needs a mean; "
+                "use a mean"
             )
 
     def init(self, grads: Tree) -> State:
@@ -444,8 +445,8 @@ def without_momentum(optimizer: torch.optim.Optimizer, beta: float) -> torch.opt
     is_other = any(group.get("nesterov") or (group.get("momentum") and group.get("dampening")) for group in groups)
     if is_other or not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam):
         raise TypeError(
-            "without_momentum: optimizer must be torch's SGD, Adam or AdamW, without Nesterov's momentum or dampening, "
-            f"got {type(optimizer).__name__}; give it a first beta or momentum of 0 yourself"
+            "without_momentum: optimizer must be torch's SGD, Adam or AdamW, without Nesterov's momentum or "
+            f"dampening, got {type(optimizer).__name__}; set its first beta or momentum to 0 yourself"
         )
     shorter = math.sqrt((1 - beta) / (1 + beta))
     for group in groups:

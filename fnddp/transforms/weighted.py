@@ -60,12 +60,14 @@ class weighted(Sync):
             raise TypeError(f"weighted: {self.inner!r} takes {taken} over ranks, and only a mean can be weighted")
         if self.inner.groups is None:
             raise TypeError(
-                f"weighted: {self.inner!r} does not say over which process group it reduces, so weights could be those "
-                "of other ranks; use a pipeline that does, such as allreduce"
+                f"weighted: {self.inner!r} does not name the process group it reduces over, so weights could be taken "
+                "over other ranks; use a pipeline that does, such as allreduce"
             )
         if len(self.inner.groups) > 1:
             groups = sorted(self.inner.groups, key=str)
-            raise TypeError(f"weighted: {self.inner!r} reduces over several process groups, {groups}")
+            raise TypeError(
+                f"weighted: {self.inner!r} reduces over several process groups, {groups}; use a pipeline over one group"
+            )
 
     def init(self, grads: Tree) -> State:
         return self.inner.init(grads)
@@ -84,8 +86,8 @@ class weighted(Sync):
         for path, leaf in mine.items():
             if not (leaf.is_floating_point() or leaf.is_complex()):
                 raise ValueError(
-                    f"weighted: leaf {path!r} is {leaf.dtype}, which cannot be scaled; make it float, or leave it on "
-                    "its rank: weighted(partition({'steps': none, '*': ...}))"
+                    f"weighted: leaf {path!r} is {leaf.dtype}, which cannot be scaled; make it float, or do not "
+                    "synchronize it: weighted(partition({'steps': none, '*': ...}))"
                 )
         (group,) = self.inner.groups or {None}
         if isinstance(weight, Weight) and weight.number == 0:  # no samples: the mean gradient may be NaN

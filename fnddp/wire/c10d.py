@@ -301,8 +301,8 @@ def can_connect_again(group: dist.ProcessGroup, device: torch.device) -> bool:
 def not_connected(group: dist.ProcessGroup, use: str, error: BaseException) -> CollectiveError:
     return CollectiveError(
         f"the ranks of process group {group.group_name!r} could not be connected for {use}: "
-        f"{str(error) or type(error).__name__}. All of its ranks must do so, for pipelines in the same order; another "
-        "rank has failed, left, or not come to this point; see its own error"
+        f"{str(error) or type(error).__name__}. All ranks of the group must connect, for pipelines in the same order; "
+        "another rank has failed, has left, or has not reached this point; see its own error"
     )
 
 

@@ -143,7 +143,9 @@ def world_size(group: str | None) -> int:
     if world.size is not None:
         if group not in world.size:
             which = "the default group (None)" if group is None else f"group {group!r}"
-            raise ValueError(f"the plan has no number of ranks for {which}, only for {list(world.size)}; add it")
+            raise ValueError(
+                f"the plan has no number of ranks for {which}, only for {list(world.size)}; add it to world_size"
+            )
         return world.size[group]
     return live_size(group) if world.wire is None else world.wire.size(group)
 
@@ -181,8 +183,8 @@ def warn_of_lone_ranks(size: int) -> None:
     launched = os.environ.get("WORLD_SIZE", "")
     if launched.isdecimal() and int(launched) > size:
         _log.warning(
-            f"WORLD_SIZE={launched}, but the default process group has {size}: gradients of the others are left out; "
-            "under torchrun, call torch.distributed.init_process_group() without rank, world_size and store"
+            f"WORLD_SIZE={launched}, but the default process group has {size}: gradients of the other ranks are left "
+            "out; under torchrun, call torch.distributed.init_process_group() without rank, world_size and store"
         )
 
 
@@ -238,7 +240,9 @@ def traced_name(group: str) -> str:
     if not isinstance(group, GroupName):
         return group
     if group.is_gone:
-        raise RuntimeError(f"process group {group.plain!r} was destroyed; create what uses it again")
+        raise RuntimeError(
+            f"process group {group.plain!r} was destroyed; create the pipeline or model that uses it again"
+        )
     return group.plain
 
 
@@ -249,12 +253,13 @@ def live_group(group: str | None) -> dist.ProcessGroup:
     except (RuntimeError, ValueError, KeyError) as error:
         which = "the default process group" if group is None else f"process group {group!r}"
         raise RuntimeError(
-            f"{which} does not exist: it was destroyed, or never initialized ({error}); create what uses it again"
+            f"{which} does not exist: it was destroyed, or never initialized ({error}); create the pipeline or model "
+            "that uses it again"
         ) from error
     if isinstance(group, GroupName) and not group.stands_for(live):
         raise RuntimeError(
-            f"process group {group.plain!r} was destroyed, and one of {live.size()} ranks has its name now; create "
-            "what uses it again, over the group of now"
+            f"process group {group.plain!r} was destroyed, and another group, of {live.size()} ranks, has its name "
+            "now; create the pipeline or model that uses it again, over the new group"
         )
     return live
 
@@ -275,7 +280,7 @@ class Membership:
         live = live_or_none(self._group)
         if (live and weakref.ref(live)) != self._live:
             raise RuntimeError(
-                f"{self._then} {self._was}, and now it runs {_described(live)}: gradients would not be the mean over "
+                f"{self._then} {self._was}, but it now runs {_described(live)}: gradients would not be the mean over "
                 f"its ranks; {self._fix}"
             )
 

@@ -190,7 +190,7 @@ def named(kind: Kind | str) -> Kind:
     if isinstance(kind, Kind):
         return kind
     if kind not in KINDS:
-        raise ValueError(f"{kind!r} is no kind of collective; known: {', '.join(KINDS)}")
+        raise ValueError(f"{kind!r} is not a kind of collective; known: {', '.join(KINDS)}")
     return KINDS[kind]
 
 

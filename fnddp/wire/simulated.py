@@ -40,8 +40,8 @@ class SimulatedRanks:
             return (tuple(range(self.n)),)
         if group not in self.groups:
             raise ValueError(
-                f"simulate: the pipeline reduces over the process group {group!r}, whose ranks are not known; give "
-                f"them, simulate(sync, world_size={self.n}, groups={{{group!r}: ((0, 1), ...)}}), or build the "
+                f"simulate: the pipeline reduces over the process group {group!r}, whose ranks are not known; pass "
+                f"them, as in simulate(sync, world_size={self.n}, groups={{{group!r}: ((0, 1), ...)}}), or build the "
                 "pipeline without a group"
             )
         return self.groups[group]

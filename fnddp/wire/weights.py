@@ -69,7 +69,7 @@ def require_weights(everyone: Sequence[Weight]) -> None:
 
 
 def no_mean() -> ValueError:
-    return ValueError("weight: all ranks gave 0, so there is no mean; skip the step on all ranks")
+    return ValueError("weight: all ranks gave 0, so there is no mean; skip this step on all ranks")
 
 
 def _said(everyone: Sequence[Weight], ranks: Sequence[int]) -> str:

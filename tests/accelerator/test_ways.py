@@ -71,7 +71,7 @@ def fail(rank: int, device: str, name: str, number: int, who: int) -> None:
         trap, point = (what, nullcontext()) if isinstance(what, str) else ("", what[0].at(what[1]))
         with pytest.raises((Trap, Interrupt)) if is_mine else nullcontext(), point if is_mine else nullcontext():
             step(training.batch(rank, 1, trap=trap if is_mine else ""))
-        told: Any = pytest.raises(CollectiveError, match="another rank failed in the step before")
+        told: Any = pytest.raises(CollectiveError, match="another rank failed in the previous step")
         refuses = pytest.raises(RuntimeError, match=REFUSED.text) if is_mine else told
         if not is_mine and name not in ("value_and_grad", "jit"):  # whose state is the caller's
             with told:

@@ -76,7 +76,7 @@ def test_state_dicts_keep_the_state_of_the_pipeline(rank: int) -> None:
     assert set(saved) > set(model.state_dict())
     again = DDP(normed(), sync=SYNC, static_graph=True, **SMALL)
     assert str(again.load_state_dict(saved)) == "<All keys matched successfully>"
-    with pytest.raises(ValueError, match="saved from another pipeline"):
+    with pytest.raises(ValueError, match="saved by another pipeline"):
         DDP(normed(), sync=fp16(allreduce)).load_state_dict(saved)
     assert bits(again.sync_state) == bits(model.sync_state)
     for i in range(3, 6):

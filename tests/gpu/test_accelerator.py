@@ -243,7 +243,7 @@ def check_failure_of_shards(rank: int, what: str) -> None:
     weight = nullcontext() if rank == 1 and what == "weight" else shards.weight(3)
     with pytest.raises((ZeroDivisionError, ValueError)) if rank == 1 else nullcontext(), weight:
         model(x).sum().backward()
-    error, failed = fnddp.CollectiveError, "another rank failed in the step before"
+    error, failed = fnddp.CollectiveError, "another rank failed in the previous step"
     if rank == 1:
         error, failed = RuntimeError, "an earlier step failed on this rank"
     with pytest.raises(error, match=failed):

@@ -55,7 +55,7 @@ class des_loc(Outer):
         pairs = checked_pairs("des_loc: trees must be a dict of outer steps by name", self.trees, Outer, str)
         names = [name for name, _ in pairs]
         if not names or len(set(names)) < len(names) or any(not name or "." in name for name in names):
-            raise ValueError(f"des_loc: trees need different names without dots, at least one, got {names}")
+            raise ValueError(f"des_loc: trees must have at least one name, all different and without dots, got {names}")
         object.__setattr__(self, "trees", pairs)
 
     @property
@@ -100,7 +100,7 @@ def _of(name: str, leaves: Leaves) -> Leaves:
     found = {path.removeprefix(prefix): leaf for path, leaf in leaves.items() if path.startswith(prefix)}
     if not found:
         has = sorted({path.partition(".")[0] for path in leaves})
-        raise ValueError(f"des_loc: there is no tree {name!r} among {has}; pass it, or leave it out of the step")
+        raise ValueError(f"des_loc: there is no tree {name!r} among {has}; pass it, or remove it from the step")
     return found
 
 
@@ -110,8 +110,8 @@ def _moment(tree: str, name: str, p: Tensor, moments: Mapping[str, Mapping[str, 
     found = {key: m for key, m in moments.get(name, {}).items() if isinstance(m, Tensor) and m.shape == p.shape}
     if tree not in found:
         raise ValueError(
-            f"des_loc: the optimizer keeps no {tree!r} like parameter {name!r}, but {[*found]}; name one of these, or "
-            "freeze a parameter that gets no gradients"
+            f"des_loc: the optimizer has no state {tree!r} in the shape of parameter {name!r}, only {[*found]}; name "
+            "one of these, or freeze the parameter if it gets no gradients"
         )
     return found[tree]
 

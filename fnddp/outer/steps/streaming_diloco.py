@@ -129,7 +129,7 @@ class streaming_diloco(Descending):
         if not all(isinstance(pattern, str) for pattern in given):
             raise TypeError(f"{what} must be a number, or patterns of leaf paths, got {given!r}")
         if not given or len(set(given)) < len(given):
-            raise ValueError(f"{what} must be different patterns, at least one, got {given!r}")
+            raise ValueError(f"{what} must have at least one pattern, all different, got {given!r}")
         object.__setattr__(self, "fragments", tuple(given))
 
     @property
@@ -155,7 +155,10 @@ def divided(leaves: Leaves, fragments: Fragments, sizes: Mapping[str, int] | Non
     if not isinstance(fragments, int):
         return list(split_by_pattern(owner, leaves, compiled_patterns(fragments)).values())
     if len(leaves) < fragments:
-        raise ValueError(f"{owner}: {len(leaves)} leaves cannot be {fragments} fragments; a leaf is not divided")
+        raise ValueError(
+            f"{owner}: {len(leaves)} leaves cannot form {fragments} fragments, because leaves are not divided; use "
+            "fewer fragments"
+        )
     sizes = {path: leaf.numel() for path, leaf in leaves.items()} if sizes is None else sizes
     runs: list[Leaves] = []
     paths, left = list(leaves), sum(sizes[path] for path in leaves)

@@ -117,8 +117,8 @@ def _traced(draft: Draft) -> list[Traced]:
         read, users = kind and kind.read(node.args), list(node.users)
         if not kind or not read or len(users) != 1 or users[0].target is not _wait:
             raise LoweringError(
-                f"{draft.request.sync!r} cannot be lowered: it calls {node.target} in a way that has no place in a "
-                "schedule; use the collectives of fnddp.collectives"
+                f"{draft.request.sync!r} cannot be lowered: its use of {node.target} cannot be scheduled; use the "
+                "collectives of fnddp.collectives"
             )
         payload, op, group = read
         found.append(Traced(node, users[0], payload, kind, op, None if group == DEFAULT_GROUP else group))

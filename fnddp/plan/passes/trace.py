@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
 
     def _stands_for(self, node: fx.Node, tensor: Tensor) -> None:
         if has_symbolic_size(tensor):
-            raise LoweringError("it makes a tensor whose size is a number in the state")
+            raise LoweringError("it makes a tensor whose size depends on a number in the state")
         self._likes[id(tensor)] = like_of(tensor)
         if id(tensor) in self._nodes:  # an operation wrote to it
             self._nodes[id(tensor)][0] = node
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
         """Return the out-of-place form of an in-place operation. Its memory must have no other reader."""
         pure = out_of_place(func)
         if pure is None or made is not args[0] or self._owners[storage_key(made)] > 1:
-            raise LoweringError(f"it writes with {func} to memory that others read")
+            raise LoweringError(f"it writes with {func} to memory that other tensors share")
         return pure
 
     def _argument(self, value: Any) -> Any:
@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, tuple | list):
             return type(value)(map(self._argument, value))
         if not isinstance(value, _CONSTANTS):
-            raise LoweringError(f"it holds a {type(value).__name__}, which has a state")
+            raise LoweringError(f"it captures a {type(value).__name__}, which is stateful")
         return value
 
     def _number(self, symbolic: Any) -> Any:
@@ -205,7 +205,7 @@ class Recorder(TorchDispatchMode):
         """Add a node for a tensor with values that belongs to the pipeline."""
         value = getattr(tensor, "constant", tensor)  # a fake tensor may hold the real one
         if value is None:
-            raise LoweringError("it uses a tensor without values that another trace has made")
+            raise LoweringError("it uses a tensor without values that was made in another trace")
         name = f"_tensor_constant{len(self.held)}"
         self.held[name] = value
         node = self.graph.create_node("get_attr", name)
