@@ -293,8 +293,7 @@ def register_ddp_comm_hook(
     if ddp_comm_state is not None or ddp_comm_wrapper is not None:
         raise ValueError(
             f"register_ddp_comm_hook: {ddp_comm_hook!r} is a pipeline, which takes neither ddp_comm_state nor "
-            "ddp_comm_wrapper; wrap it in another transform, such as fp16(...), and set the state on the returned "
-            "handle"
+            "ddp_comm_wrapper; wrap it in another transform, such as fp16(...), and set the handle's state"
         )
     if isinstance(model, OurDDP):
         model.sync = ddp_comm_hook

@@ -135,7 +135,7 @@ def test_functions_of_one_size_in_another_order_on_a_rank_are_an_error_on_all(ra
     for step in range(4):
         grads = {"w": torch.full((6,), float(rank))}
         if step == 2:
-            with pytest.raises(RankMismatchError, match=f"this rank is number {int(rank == 1)} of those"):
+            with pytest.raises(RankMismatchError, match=f"this rank's is number {int(rank == 1)} of the functions"):
                 (second if rank == 1 else first)(grads, ())
         for run, factor in ((first, 1), (second, 2)):
             mean, _ = run({"w": factor * grads["w"]}, ())

@@ -377,7 +377,7 @@ def test_a_dtype_changed_after_wrapping_is_an_error(rank: int, what: str) -> Non
         model.double()
     else:
         model.module.w.grad_dtype = torch.float64
-    with pytest.raises(ValueError, match=r"'w' was float32\[\] on cpu .* is float64\[\] on cpu now; wrap the module"):
+    with pytest.raises(ValueError, match=r"'w' was float32\[\] on cpu .* is now float64\[\] on cpu; wrap the module"):
         model(x_of(rank)).backward()
 
 
@@ -417,11 +417,11 @@ def test_another_process_group_than_when_wrapped(rank: int, size: int) -> None:
     group = dist.new_group()
     named = DDP(Weight(), process_group=group)
     dist.destroy_process_group(group)
-    with pytest.raises(RuntimeError, match="and now it runs without a process group"):
+    with pytest.raises(RuntimeError, match="but it now runs without a process group"):
         named(x_of(rank))
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store()) if size == 2 else dist.HashStore()
     dist.destroy_process_group()
-    was = r"the module was wrapped in the process group '.*' of 2 ranks, and now it runs "
+    was = r"the module was wrapped in the process group '.*' of 2 ranks, but it now runs "
     with pytest.raises(RuntimeError, match=was + "without a process group: .*; wrap the module again"):
         model(x_of(rank))
     with torch.no_grad():  # an evaluation when training is over
@@ -433,7 +433,7 @@ def test_another_process_group_than_when_wrapped(rank: int, size: int) -> None:
     for run in (lambda: model(x_of(rank)), late.backward):
         with pytest.raises(RuntimeError, match=was + f"in the process group '.*' of {size} ranks"):
             run()
-    with pytest.raises(RuntimeError, match=rf"wrapped without a process group, and now it runs in .* of {size} ranks"):
+    with pytest.raises(RuntimeError, match=rf"wrapped without a process group, but it now runs in .* of {size} ranks"):
         alone(x_of(rank))
     again = DDP(model.module)
     again.zero_grad()

@@ -137,8 +137,8 @@ def test_wrong_arguments_of_launched_ranks(monkeypatch: pytest.MonkeyPatch, caps
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "here"}.items():
         monkeypatch.setenv(name, value)
     for option, value, message in (
-        ("--link", "1gbit", "--link shapes ranks of this machine, and torchrun has started its own"),
-        ("--ranks", "3", "--ranks 3, but torchrun has started 2; leave --ranks out"),
+        ("--link", "1gbit", "--link only shapes ranks that fnddp starts, but torchrun started these"),
+        ("--ranks", "3", "--ranks 3, but torchrun has started 2; remove --ranks"),
     ):
         assert main.main(["bench", "allreduce", option, value]) == 2
         assert capsys.readouterr().err.startswith(f"fnddp bench: {message}")

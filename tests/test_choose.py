@@ -229,7 +229,7 @@ def test_a_resumed_run_keeps_the_choice_on_another_link(rank: int, kind: str, tm
         with logged() as lines:
             load(tmp_path / "dcp", resumed, sync=other)
         assert pipeline_of(other) == FAR
-        said = [f'sync="auto" continues with {FAR}, which was set or loaded, in place of allreduce']
+        said = [f'sync="auto" continues with {FAR}, which was set or loaded, instead of allreduce']
         assert lines == (said if rank == 0 else [])
         _step(resumed, rank)
         expected = [p.grad for p in model.parameters()]

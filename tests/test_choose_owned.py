@@ -154,15 +154,15 @@ def test_what_does_not_fit_is_refused() -> None:
     first, second = model.parameters()
     muon, adamw = torch.optim.Muon([second]), torch.optim.AdamW([first])
     link = Link(1e6)
-    with pytest.raises(ValueError, match=r"measured with Muon, and the optimizer is AdamW; add torch.optim.Muon"):
+    with pytest.raises(ValueError, match=r"measured with Muon, but the optimizer is AdamW; add torch.optim.Muon"):
         choose_owned(model, torch.optim.AdamW(model.parameters()), link, world_size=2)
     with pytest.raises(ValueError, match="choose_owned: '0.weight' is in no optimizer"):
         choose_owned(model, muon, link, world_size=2)
     for within in (-0.1, float("nan")):
-        with pytest.raises(ValueError, match=f"within must be a number of nats that is not negative, got {within}"):
+        with pytest.raises(ValueError, match=f"within must be a number of nats of at least 0, got {within}"):
             choose_owned(model, [muon, adamw], link, within, world_size=2)
     both = torch.optim.Muon(model.parameters())
     with pytest.raises(ValueError, match="'1 gibt' is not a link"):
         choose_owned(model, both, "1 gibt", world_size=2)
-    with pytest.raises(ValueError, match=r"codec_seconds has 'quantize\(two_shot\)', which is no hop of"):
+    with pytest.raises(ValueError, match=r"codec_seconds has 'quantize\(two_shot\)', which is not among"):
         choose_owned(model, both, "1gbit", world_size=2, codec_seconds={"quantize(two_shot)": 0.0})

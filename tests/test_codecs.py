@@ -587,7 +587,7 @@ def test_bytes_of_a_million_elements(text, want):
     [
         (lambda x: x, None, TypeError, "encode must return a dict of tensors by name, got Tensor"),
         (lambda x: {"v": x, "n": 3}, None, TypeError, "encode must return a dict of tensors by name, got 'n': int"),
-        (lambda x: {"v": x, "s": x.amax()}, None, ValueError, r"rows, and of \(1, 6\) gave 's' of shape \(\); reduce"),
+        (lambda x: {"v": x, "s": x.amax()}, None, ValueError, r"rows, but for input of shape \(1, 6\) it returned 's' of shape \(\); reduce"),
         (lambda x: {"v": x}, lambda v: v[:, 1:], ValueError, r"decode must return rows of 6 numbers, got \(1, 5\)"),
     ],
 )
@@ -603,7 +603,7 @@ def test_a_codec_that_gives_something_else_than_rows_is_named(encode, decode, er
 
 
 def test_tiles_of_matrices_are_refused_where_a_rank_owns_rows() -> None:
-    with pytest.raises(TypeError, match=r"dct_topk: it cuts tiles of whole matrices, and to_owners\(\) gives a rank"):
+    with pytest.raises(TypeError, match=r"dct_topk: it needs whole matrices, but to_owners\(\) gives each rank"):
         fnddp.parse("dct_topk(to_owners())")
     with pytest.raises(TypeError, match="use topk"):
         fnddp.parse("dct_topk(bf16(to_all()))")

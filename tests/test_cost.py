@@ -71,7 +71,7 @@ def test_link_bytes():
     for kind, sent in {"all_reduce": 1500, "reduce_scatter": 750, "all_gather": 3000, "all_to_all": 750}.items():
         assert Link(B, algorithm="ring").link_bytes(kind, 1000, 4) == sent
     assert Link(B, algorithm="gloo").link_bytes("reduce_scatter", 1000, 4) == 1500
-    with pytest.raises(ValueError, match="'gossip' is no kind of collective; known: all_reduce"):
+    with pytest.raises(ValueError, match="'gossip' is not a kind of collective; known: all_reduce"):
         Link(B).seconds("gossip", S, 2)
     with pytest.raises(ValueError, match="no collective has 8000 bytes on 0 ranks"):
         Link(B).link_bytes("all_reduce", S, 0)
@@ -249,5 +249,5 @@ def test_ranks_measure_the_same_link(monkeypatch):
 
 
 def test_one_rank_has_no_link():
-    with pytest.raises(RuntimeError, match="a single rank has no link to measure; start several ranks, or describe the link"):
+    with pytest.raises(RuntimeError, match="one rank has no link to measure; start several ranks, or describe it"):
         fnddp.measure_link()

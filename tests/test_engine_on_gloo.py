@@ -146,7 +146,7 @@ BAD_FEEDS = [
     ("fc.waight", lambda g: g["fc.weight"], r"gradient 'fc.waight' is not among the plan's leaves"),
     ("fc.weight", lambda g: g["fc.weight"].t(), r"gradient 'fc.weight' is float32\[20, 12\] on cpu, but the plan was"),
     ("fc.weight", lambda g: g["fc.weight"].double(), r"gradient 'fc.weight' is float64\[12, 20\] on cpu, but the plan"),
-    ("fc.bias", lambda g: g["fc.bias"], r"gradient 'fc.bias' has arrived already in this step"),
+    ("fc.bias", lambda g: g["fc.bias"], r"gradient 'fc.bias' has already arrived in this step"),
 ]
 
 
@@ -301,7 +301,7 @@ FOREIGN = [  # and why they cannot be lowered
     (lambda x: with_first_row(x, 2 * x), "it writes with aten.copy_.default to memory"),
     (doubled_in_a_list, "it writes with aten._foreach_mul_.Scalar to memory"),
     (doubled_behind_a_view, "it writes with aten.mul_.Tensor to memory"),
-    (lambda x: 2 * x + 0 * torch.randn(2, generator=torch.Generator().manual_seed(0)), "it holds a Generator"),
+    (lambda x: 2 * x + 0 * torch.randn(2, generator=torch.Generator().manual_seed(0)), "it captures a Generator"),
 ]
 
 
@@ -330,7 +330,7 @@ class Grown(Applied):
 
 def test_tensors_as_large_as_a_number_in_the_state_have_no_plan_and_run():
     sync, grads = Grown(), {"w": torch.tensor([1.0, 2.0])}
-    with pytest.raises(LoweringError, match="cannot be lowered: it makes a tensor whose size is a number in the state"):
+    with pytest.raises(LoweringError, match="cannot be lowered: it makes a tensor whose size depends on a number in the state"):
         lower(sync, grads, world_size=2)
     step, state = fnddp.jit(sync), 2
     for factor in (2, 3):

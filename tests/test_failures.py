@@ -149,7 +149,7 @@ def test_a_module_that_is_set_up_anew_stays_in_its_process_group(rank: int, agai
     dist.destroy_process_group()
     if again:
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    saved, error = wrapped.state_dict(), r"wrapped in the process group .* of 2 ranks, and now it runs .*; wrap the"
+    saved, error = wrapped.state_dict(), r"wrapped in the process group .* of 2 ranks, but it now runs .*; wrap the"
     for set_up in (
         lambda: setattr(wrapped, "sync", "bf16(allreduce)"),
         lambda: wrapped.load_state_dict(saved, assign=True),

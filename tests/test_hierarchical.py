@@ -194,7 +194,7 @@ def test_training_on_two_simulated_levels_is_near_that_on_one() -> None:
     division = {"inside": ((0, 1), (2, 3)), "across": ((0, 2), (1, 3))}
     one, two = params_after("allreduce"), params_after(BOTH, groups=division)
     assert 0 < (one - two).abs().max() < 0.05
-    with pytest.raises(ValueError, match="the mean of leaf 'w' is not the same on all ranks"):
+    with pytest.raises(ValueError, match="the mean of leaf 'w' differs between ranks"):
         params_after("all_reduce('inside')", groups={"inside": division["inside"]})
 
 
@@ -215,11 +215,11 @@ def test_a_module_trains_over_two_levels(rank: int) -> None:
 
 
 def test_pipelines_that_do_not_fit_are_refused():
-    with pytest.raises(TypeError, match="takes a sum, but inside the node a mean is taken"):
+    with pytest.raises(TypeError, match="takes a sum, but the node takes a mean"):
         hierarchical(fnddp.all_reduce(op="sum"))
     with pytest.raises(ValueError, match=r"another group than '5', that inside the node, .*name it, hier"):
         hierarchical(allreduce.over("5"), intra="5").init({})
-    with pytest.raises(ValueError, match="reduces over two groups, so over\\(group\\) cannot replace both"):
+    with pytest.raises(ValueError, match="reduces over two groups, so over\\(group\\) cannot set both"):
         hierarchical(allreduce.over("5"), intra="6").over("7")
     with pytest.raises(TypeError, match="add"):
         fnddp.topk(hierarchical(none), k=1)

@@ -178,7 +178,7 @@ def test_the_optimizers_own_methods_save_and_load_what_a_rank_owns(rank: int):
     again.net.load_state_dict({name: p.clone() for name, p in sharded.net.state_dict().items()})
     again.muon.load_state_dict(copy.deepcopy(sharded.muon.state_dict()))  # torch shares what it loads
     states = gather(sharded.muon.state_dict())
-    with pytest.raises(ValueError, match=r"^own_matrices: this state of Muon is that of the leaves '"):
+    with pytest.raises(ValueError, match=r"^own_matrices: this state of Muon is for the leaves '"):
         sharded.muon.load_state_dict(states[1 - rank])
     for each in (sharded, again):
         each.step(rank, 2)
@@ -439,7 +439,7 @@ def test_what_own_refuses_is_refused_for_matrices(rank: int, tmp_path: Path):
     sharded.backward(rank, 1)
     before = sharded.weights()
     for use in (sharded.muon.step, sharded.matrices.optimizer_state_dict):
-        with pytest.raises(RuntimeError, match=r"own_matrices: Muon has got a parameter of shape \(3, 3\)"):
+        with pytest.raises(RuntimeError, match=r"own_matrices: a parameter of shape \(3, 3\) was added to Muon"):
             use()
     assert all(map(torch.equal, sharded.weights(), before))
 

@@ -441,7 +441,7 @@ def test_a_module_that_is_wrapped_in_torchs_class_too_is_refused(rank: int) -> N
         with pytest.raises(RuntimeError, match="is also wrapped in torch's DistributedDataParallel, .* only one of them"):
             DistributedDataParallel(inner)
     outer = TorchDDP(nn.Sequential(DistributedDataParallel(nn.Linear(2, 1)), nn.Linear(1, 1)))
-    with pytest.raises(RuntimeError, match=r"a module of which it is a part, is wrapped in torch's"):
+    with pytest.raises(RuntimeError, match=r"a module that contains it, is also wrapped in torch's"):
         outer(torch.ones(1, 2))
     student, teacher = nn.Linear(4, 2), wrapped()  # which is no part of the student, and runs in its forward
     student.register_forward_hook(lambda _, inputs, output: output - teacher(*inputs).detach())

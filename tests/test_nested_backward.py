@@ -94,7 +94,7 @@ def of_a_parameter(p, x, function):
 def test_value_and_grad_refuses_gradients_that_a_function_makes_in_its_own_backward(rank, function):
     sync = error_feedback(fp16(allreduce))
     p = {name: torch.ones(2) for name in "wv"}
-    kind, text = (RuntimeError, "leaf 'w' is made by a custom") if rank else (StepFailedError, "rank 1 failed")
+    kind, text = (RuntimeError, "leaf 'w' is computed by a custom") if rank else (StepFailedError, "rank 1 failed")
     orders = ("i", "io") if function is Writes else ("i", "io", "oi")  # what is written first is added to
     for loss in (of_a_parameter, *(partial(loss_of, order=order) for order in orders)):
         step, state, x = fnddp.value_and_grad(lambda p, x, loss: loss(p, x), sync), sync.init(p), batch(rank)

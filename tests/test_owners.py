@@ -358,7 +358,7 @@ def test_the_models_gradients_stand_for_those_of_owners(rank: int):
     for each in owned.optimizers:
         scaler.unscale_(each)
     torch.testing.assert_close(owned.net.layers[0].weight.grad.norm() * 8, scaled)
-    with pytest.raises(RuntimeError, match=r"aten.add.Tensor cannot have that of 'layers.0.weight'.*param_groups"):
+    with pytest.raises(RuntimeError, match=r"aten.add.Tensor cannot use that of 'layers.0.weight'.*param_groups"):
         owned.net.layers[0].weight.grad + 1
     with pytest.raises(RuntimeError, match=r"clip the gradients of the model"):
         torch.nn.utils.clip_grad_norm_([p for o in owned.optimizers for g in o.param_groups for p in g["params"]], 1.0)
@@ -483,11 +483,11 @@ def test_gradients_are_changed_with_what_is_added_and_not_synchronized_yet(rank:
         lambda grad: grad.add_(0.1),
         lambda grad: grad.add_(torch.ones(())),
     ):
-        with pytest.raises(RuntimeError, match=r"aten.add_.Tensor cannot have that of 'layers.0.weight'.*param_groups"):
+        with pytest.raises(RuntimeError, match=r"aten.add_.Tensor cannot use that of 'layers.0.weight'.*param_groups"):
             wrong(weight.grad)
     with owned.model.no_sync():
         loss_of(owned.model(batch(rank, 21), True)).backward()
-    with pytest.raises(RuntimeError, match=r"clamp_.* of the gradient of 'layers.0.weight'.*no_sync"):
+    with pytest.raises(RuntimeError, match=r"clamp_.* reads the gradient of 'layers.0.weight'.*no_sync"):
         weight.grad.clamp_(-1e-3, 1e-3)
     owned.net.zero_grad()
 
@@ -681,7 +681,7 @@ def test_a_compiled_model_is_saved(rank: int, is_behind: bool, tmp_path: Path):
     saving = saves(tmp_path, torch.compile(owned.model), owned.optimizers)
     if saving is not None:
         saving.result()
-    with pytest.raises(ValueError, match=r"all its optimizers \(Muon, AdamW\) or none, and got Muon"):
+    with pytest.raises(ValueError, match=r"all its optimizers \(Muon, AdamW\) or none, got Muon"):
         save(tmp_path, owned.model, owned.optimizers[0])
     load(tmp_path, torch.compile(again.model), again.optimizers)
     for each in (owned, again):
@@ -811,7 +811,7 @@ def test_halves_in_a_functional_loop(rank: int):
     mean, _ = fnddp.two_shot(gradients(rank, 0), ())
     for name in params:
         assert torch.equal(updates[name], -0.1 * mean[name]), name
-    with pytest.raises(ValueError, match="owners are for 3 ranks, and there are 2"):
+    with pytest.raises(ValueError, match="owners are for 3 ranks, but there are 2"):
         fnddp.lower(first, params, world_size=2)
 
 
@@ -1011,7 +1011,7 @@ def test_a_state_that_was_loaded_before_own_is_that_of_the_rank_or_an_error(rank
     for optimizer, state in zip(again.optimizers, copy.deepcopy(saved[0]), strict=True):
         optimizer.load_state_dict(state)
     if file == "first rank's":
-        with pytest.raises((ValueError, RankMismatchError), match=r"own: this state of Muon is that of the leaves '"):
+        with pytest.raises((ValueError, RankMismatchError), match=r"own: this state of Muon is for the leaves '"):
             fnddp.own(again.net, again.optimizers, cut=cut)
         return
     again.model = fnddp.own(again.net, again.optimizers, cut=cut)
@@ -1084,7 +1084,7 @@ def test_clipping_of_lists_is_that_of_each(rank: int):
         for name, p in owned.net.named_parameters():
             torch.testing.assert_close(p, every.net.get_parameter(name), msg=name)
     loss_of(owned.model(batch(rank, 0))).backward()
-    with pytest.raises(RuntimeError, match=r"_foreach_add_.*cannot have that of 'embed.weight'"):
+    with pytest.raises(RuntimeError, match=r"_foreach_add_.*cannot use that of 'embed.weight'"):
         torch._foreach_add_([p.grad for p in owned.net.parameters() if p.grad is not None], 1.0)
 
 

@@ -419,7 +419,7 @@ def test_parameters_that_travel_together_have_one_pipeline(rank: int) -> None:
         compress_shards(in_one_module(mesh, 1.0), {"*router*": TWO_SHOT, "*": LOSSY})
     with pytest.raises(ValueError, match=r"pattern '\*.bert.\*' gets none"):
         compress_shards(in_one_module(mesh, 1.0), {"*.bert.*": TWO_SHOT, "*": LOSSY})
-    with pytest.raises(TypeError, match="all_reduce does not fit what FSDP sends"):
+    with pytest.raises(TypeError, match="all_reduce does not fit the flat buffers that FSDP sends"):
         compress_shards(in_one_module(mesh, 1.0), {"*.expert.*": "allreduce", "*": LOSSY})
 
 

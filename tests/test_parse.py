@@ -52,7 +52,7 @@ HOSTILE = {
     "3": (0, "this is a int, not a pipeline"),
     "fp16(\r\n  'ü' .x)": (2, "Attribute is not allowed"),
     "partition({'größe': nothing})": (20, "unknown name 'nothing'"),  # counted in characters, not in bytes
-    "": (0, "there is no text, where there must be a pipeline; write for example fp16(allreduce)"),
+    "": (0, "the text is empty, expected a pipeline; write for example fp16(allreduce)"),
     "a; b": (1, "invalid syntax"),
     "fp16(\x00)": (0, "null bytes"),
     "fp16(" * 150 + "allreduce" + ")" * 150: (None, ""),

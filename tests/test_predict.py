@@ -65,13 +65,13 @@ def test_segments_push_backward_and_hide_behind_the_wire():
 @pytest.mark.parametrize(
     ("compute", "message"),
     [
-        (Compute(segments=(0.1,)), "seconds of 1 segments, and the plan has 4; measure those of this plan"),
-        (Compute(segments=()), "seconds of 0 segments, and the plan has 4"),
+        (Compute(segments=(0.1,)), "seconds of 1 segments, but the plan has 4; measure this plan"),
+        (Compute(segments=()), "seconds of 0 segments, but the plan has 4"),
         (Compute(arrivals={"a": 0.1, "b": 0.2}), "no arrival of leaf 'c'; it is of another model"),
         *(
             (
                 Compute(1.0, 0.3, {"a": 0.1, "b": when, "c": 0.3}),
-                "leaf 'b' arrives after .* s, and backward takes 0.3 s",
+                "leaf 'b' arrives after .* s, but backward takes only 0.3 s",
             )
             for when in (0.31, -0.1, float("nan"))
         ),
@@ -121,7 +121,7 @@ def test_a_state_that_is_given_is_not_written_over():
 
 
 def test_nothing_is_computed_on_the_meta_device():
-    with pytest.raises(ValueError, match="leaf 'c' is on the meta device; lower the plan for real tensors"):
+    with pytest.raises(ValueError, match="leaf 'c' is on the meta device; lower the plan with real tensors"):
         measure_segments(three_buckets())
 
 

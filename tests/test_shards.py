@@ -502,7 +502,7 @@ def test_what_does_not_fit_raises_on_all_ranks(rank: int) -> None:
     refused = {
         "powersgd(allreduce)": "powersgd does not fit the flat buffers that FSDP sends, .* compress_replicas",
         "allreduce": "all_reduce does not fit",
-        "quantize(allgather)": "FSDP sends gradients as two_shot does",
+        "quantize(allgather)": "FSDP sends gradients over its own group, as two_shot does",
         "two_shot(server_memory=True)": "as two_shot does and .* does not",
         "ef21(sign(two_shot))": "ef21 does not fit",
         "shared_momentum(sign(two_shot))": "shared_momentum does not fit",
@@ -511,7 +511,7 @@ def test_what_does_not_fit_raises_on_all_ranks(rank: int) -> None:
     for text, expected in refused.items():
         with pytest.raises(TypeError, match=f"gradients=.*{expected}"):
             compress_shards(sharded(), text)
-    with pytest.raises(TypeError, match="weights=.*FSDP sends weights as allgather does"):
+    with pytest.raises(TypeError, match="weights=.*FSDP sends weights over its own group, as allgather does"):
         compress_shards(sharded(), weights="quantize(two_shot)")
     with pytest.raises(TypeError, match="rounds at random"):
         compress_shards(sharded(), weights="quantize(allgather, rounding='stochastic')")
@@ -631,7 +631,7 @@ def test_one_handle_for_all_axes(rank: int) -> None:
         compress(sharded(mesh["shard"]), mesh)
     with pytest.raises(TypeError, match="needs a mesh with two named dimensions"):
         compress(sharded(mesh["shard"]), mesh["shard"], replicas="allreduce")
-    with pytest.raises(TypeError, match=r"'layers.0' is sharded over the ranks \[0, 1, 2, 3\], and the last dimension"):
+    with pytest.raises(TypeError, match=r"'layers.0' is sharded over the ranks \[0, 1, 2, 3\], but the last dimension"):
         compress(sharded(), mesh, gradients="two_shot")
 
 

@@ -104,7 +104,7 @@ def test_simulated_states_are_replicated_or_local_as_marked():
         mean, state = simulation(grads, state)
     assert torch.equal(state.seen, mean["w"])
     assert torch.equal(state.mine, torch.tensor([0.0, 2.0, 4.0]))
-    with pytest.raises(ValueError, match="gives another 'seen' on each rank, which its state marks as Replicated"):
+    with pytest.raises(ValueError, match="gives each rank a different 'seen', but its state marks that part as Replicated"):
         wrong(grads, wrong.init(grads))
 
 
@@ -112,14 +112,14 @@ def test_simulated_states_are_replicated_or_local_as_marked():
     ("call", "message"),
     [
         (lambda: simulate(fnddp.allreduce, 0), "world_size must be at least 1, got 0"),
-        (lambda: simulate(fnddp.all_reduce("node"), 4), "process group 'node', whose ranks are not known; give them"),
+        (lambda: simulate(fnddp.all_reduce("node"), 4), "process group 'node', whose ranks are not known; pass them"),
         (
             lambda: simulate(fnddp.all_reduce("node"), 4, groups={"node": ((0, 1, 2), (3,))}),
             "group 'node' must divide the ranks 0 to 3 into groups of equal size",
         ),
         (
             lambda: simulate(fnddp.allreduce, 4, groups=NODES),
-            r"reduces over none of the groups \['node', 'rail'\]; name one in it",
+            r"does not reduce over any of the groups \['node', 'rail'\]; name one in the pipeline",
         ),
         (lambda: simulate(fnddp.fp16(fnddp.allreduce, check=True), 2), "`traceable` is False"),
         (

@@ -86,7 +86,7 @@ def test_all_other_kinds_are_there():
 
 
 def test_arguments_that_a_manager_decides():
-    with pytest.raises(TypeError, match="decides init_sync, wire; leave it out"):
+    with pytest.raises(TypeError, match="decides init_sync, wire; remove that argument"):
         wrapped(init_sync=True, wire=None)
     wrapped(broadcast_buffers=True, find_unused_parameters=True, gradient_as_bucket_view=True)  # as torchft's users do
 

@@ -469,10 +469,10 @@ def check_another_process_group(rank: int, name: str) -> None:
     fix = "(wrap the module again|register the pipeline|attach it again)"
     for set_up in (lambda: None, other):
         set_up()
-        with pytest.raises(RuntimeError, match=rf"in the process group .* of 2 ranks, and now it runs .*{fix}"):
+        with pytest.raises(RuntimeError, match=rf"in the process group .* of 2 ranks, but it now runs .*{fix}"):
             training.step(training.batch(rank, 1))
     if name != "diloco":  # whose backward is torch's
-        with pytest.raises(RuntimeError, match="of 2 ranks, and now it runs in"):
+        with pytest.raises(RuntimeError, match="of 2 ranks, but it now runs in"):
             late.backward()
 
 

@@ -201,15 +201,15 @@ def test_the_plan_sends_the_weight_ahead_of_gradients(rank: int) -> None:
 
 
 REFUSED: dict[str, Any] = {
-    r"stands outermost; write weighted\(error_feedback\(": "error_feedback(weighted(allreduce))",
+    r"must be outermost; write weighted\(error_feedback\(": "error_feedback(weighted(allreduce))",
     r"must be outermost; write weighted\(partition\(": "partition({'a': weighted(allreduce), '*': allreduce})",
-    r"stands outermost; write weighted\(switch\(": "switch({0: weighted(allreduce), 2: allreduce})",
+    r"must be outermost; write weighted\(switch\(": "switch({0: weighted(allreduce), 2: allreduce})",
     "takes sum over ranks, and only a mean can be weighted": "weighted(all_reduce(op='sum'))",
     "over several process groups": "weighted(partition({'a': allreduce, '*': all_reduce(group='7')}))",
     "does not name the process group": lambda: weighted(fnddp.from_hook(allreduce_hook, None)),
     "value_and_grad: .* cannot take a weight": lambda: fnddp.value_and_grad(Given(), weighted(allreduce)),
     "register: .* needs a weight in each step": lambda: fnddp.register(TorchDDP(Given()), weighted(allreduce)),
-    r"allreduce takes none; write weighted\(allreduce\)": lambda: [
+    r"allreduce takes no weight; write weighted\(allreduce\)": lambda: [
         way(allreduce)(gradients(0, 0), (), weight=2) for way in WAYS.values()
     ],
 }

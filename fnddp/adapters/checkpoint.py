@@ -161,9 +161,8 @@ class Checkpoint:
         saved_by = self.saved_by(state_dict)
         if saved_by != self._saved_size:
             raise ValueError(
-                f"sync_checkpoint: {saved_by} ranks saved this checkpoint, but it is being loaded as one of "
-                f"{self._saved_size} ranks, which would lose residuals; pass "
-                f"sync_checkpoint(saved_world_size={saved_by})"
+                f"sync_checkpoint: {saved_by} ranks saved this checkpoint, but it is loaded as one of "
+                f"{self._saved_size}, which would lose residuals; pass sync_checkpoint(saved_world_size={saved_by})"
             )
         self.require_fitting(state_dict)
         saved = {key.removeprefix(self._prefix): value for key, value in state_dict.items()}

@@ -309,8 +309,7 @@ def register(
         if model.skip_all_reduce_unused_params:
             raise ValueError(
                 "register: with skip_all_reduce_unused_params, DDP calls no hook for a bucket that no rank uses, so "
-                "a step may never begin or never end; remove that argument, or use fnddp.DistributedDataParallel, "
-                "which supports it"
+                "a step may never begin or end; remove that argument, or use fnddp.DistributedDataParallel"
             )
         given = pipeline_of("register: sync", pipeline)
         if given.takes_weight:

@@ -74,9 +74,8 @@ class OwnedGradient(Tensor):
                 self.added = None
             elif self.added is not None and func not in _LINEAR:
                 raise RuntimeError(
-                    f"own: {func} reads the gradient of {self.path!r}, part of which is not synchronized yet, for "
-                    "example after a backward within no_sync; first run the last backward of the step, outside of "
-                    "no_sync"
+                    f"own: {func} reads the gradient of {self.path!r}, part of which is not synchronized yet, as "
+                    "after a backward within no_sync; first run the step's last backward, outside of no_sync"
                 )
             elif self.added is not None:
                 func(self.added, *others, **(kwargs or {}))

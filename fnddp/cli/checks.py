@@ -81,8 +81,7 @@ def check_sizes(text: str) -> WorldSize:
     def read(n: str) -> int:
         if not n.isdecimal() or int(n) < 1:
             raise WrongArgument(
-                "--ranks must be a whole number of at least 1, or one number for each group, such as "
-                f"node=8,across=128, got {text!r}"
+                f"--ranks must be a whole number of at least 1, or one for each group, node=8,across=128, got {text!r}"
             )
         return int(n)
 

@@ -262,9 +262,7 @@ def run(
     if not script.is_file():
         raise WrongArgument(f"there is no script {script}")
     if link == "loopback":
-        raise WrongArgument(
-            "--link loopback: without a slow link, run the script with torchrun; give a link such as 200mbit"
-        )
+        raise WrongArgument("--link loopback: use torchrun if no slow link is needed, or give one, such as 200mbit")
     launch.check_ranks(ranks, link=link)
     with network.shaped_hosts(ranks, link) as hosts:
         begin = perf_counter()

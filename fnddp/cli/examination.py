@@ -274,9 +274,7 @@ def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | tuple[str, Grid
     for _ in range(WARM_UP):
         step()
     if model.plan is None:
-        raise TypeError(
-            f"{sync!r} reads values or runs foreign code, so it has no plan from which a step could be predicted"
-        )
+        raise TypeError(f"{sync!r} reads values or runs foreign code, so it has no plan to predict steps from")
     compute = replace(compute, segments=measure_segments(model.plan, model.sync_state))
     yield Stage("recording")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 prints that a profile starts, and ends

@@ -251,10 +251,7 @@ def check_ranks(
     elif ranks not in (None, at.world_size):
         raise WrongArgument(f"--ranks {ranks}, but {at.launcher} has started {at.world_size}; remove --ranks")
     elif shaped is not None:
-        raise WrongArgument(
-            f"--link shapes the ranks that fnddp starts on this machine, but {at.launcher} has started them; remove "
-            "--link"
-        )
+        raise WrongArgument(f"--link only shapes ranks that fnddp starts, but {at.launcher} started these; remove it")
     number = ranks or DEFAULT_RANKS if at is None else at.world_size
     needed = (1 if is_shared else number) if at is None else at.local_rank + 1
     return Ranks(at, number, _device(device, needed), shaped, checks.check_imports(imports))
@@ -269,9 +266,7 @@ def _device(device: str, needed: int) -> str:
             f"--device {device}: torch finds {here or 'no accelerator'} here; use --device {here or 'cpu'}"
         )
     if device != "cpu" and number < needed:
-        raise WrongArgument(
-            f"--device {device}: {needed} ranks need one device each, but there is {number}; use --device cpu"
-        )
+        raise WrongArgument(f"--device {device}: {needed} ranks need one each, but there is {number}; use --device cpu")
     return device
 
 

@@ -180,9 +180,7 @@ def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
         made = several(problem.optimizer(params) if rate is None else problem.optimizer(params, lr=rate))
         for each in made:
             if isinstance(each, torch.optim.LBFGS):
-                raise WrongArgument(
-                    f"{model} cannot be tuned with LBFGS, which evaluates a closure; return another optimizer"
-                )
+                raise WrongArgument(f"{model} cannot be tuned with LBFGS (it needs closures); return another optimizer")
             _let_rate_fall(each, steps)
         return made
 

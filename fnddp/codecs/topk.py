@@ -125,10 +125,7 @@ class dct_topk(Codec):
             raise ValueError(f"dct_topk: {self.index} cannot index the {self.chunk**2} numbers of a tile; use small")
         *_, carrier = all_in(self.inner)
         if isinstance(carrier, to_owners | to_all):
-            raise TypeError(
-                f"dct_topk: it needs whole matrices to cut tiles from, but {carrier!r} gives each rank only some "
-                "rows; use topk"
-            )
+            raise TypeError(f"dct_topk: it needs whole matrices, but {carrier!r} gives each rank some rows; use topk")
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)

@@ -116,7 +116,7 @@ def _require_rows(codec: Any, parts: Any, x: Tensor) -> None:
         if part.shape[: x.ndim - 1] != x.shape[:-1]:
             raise ValueError(
                 f"{codec!r}: encode must return tensors with a first dimension of rows, but for input of shape "
-                f"{tuple(x.shape)} it returned {name!r} of shape {tuple(part.shape)}; reduce within each row, as in "
+                f"{tuple(x.shape)} it returned {name!r} of shape {tuple(part.shape)}; reduce each row: "
                 "x.abs().amax(-1, keepdim=True)"
             )
 

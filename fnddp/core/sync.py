@@ -313,9 +313,7 @@ def require_means(sync: Sync, leaves: Iterable[str], mean: Mapping[str, Tensor])
     """Raise a ValueError unless `mean`, of an exchange of `leaves`, has an entry for each, or `sync` skips some."""
     wanted, given = set(leaves), set(mean)
     if not given.issubset(wanted) or (not sync.skips and len(given) < len(wanted)):
-        raise ValueError(
-            f"{sync!r}: exchange got the leaves {list(leaves)} but returned {list(mean)}; return a mean for each leaf"
-        )
+        raise ValueError(f"{sync!r}: exchange got leaves {list(leaves)} and returned {list(mean)}; return all")
 
 
 def parts_of(sync: Sync, state: State, structure: Any) -> list[Any]:
@@ -323,9 +321,7 @@ def parts_of(sync: Sync, state: State, structure: Any) -> list[Any]:
     try:
         return structure.flatten_up_to(state)
     except ValueError as error:
-        raise ValueError(
-            f"{sync!r}: exchange returned a state of a different structure than it got: {error}"
-        ) from error
+        raise ValueError(f"{sync!r}: exchange returned a state of another structure: {error}") from error
 
 
 def groups_of(sync: Sync) -> tuple[str | None, ...]:

@@ -108,9 +108,7 @@ class Link(Expression):
         True
         """
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                f"expected a link as text, such as '1gbit:20us', got {text!r}; to give numbers, make a Link(...)"
-            )
+            raise TypeError(f"expected a link as text, such as '1gbit:20us', got {text!r}; for numbers use Link(...)")
         rate, colon, latency = (part.strip() for part in text.partition(":"))
         found, late = _RATE.fullmatch(rate), _LATENCY.fullmatch(latency)
         if found is None or (colon and late is None):

@@ -53,8 +53,7 @@ def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32, sec
     n = world_size(name)
     if n == 1:
         raise RuntimeError(
-            "measure_link: a single rank has no link to measure; start several ranks, or describe the link: "
-            'Link.parse("1gbit")'
+            'measure_link: one rank has no link to measure; start several ranks, or describe it: Link.parse("1gbit")'
         )
     device = control.wire_device(name)
     samples: list[Sample] = []

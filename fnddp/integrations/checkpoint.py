@@ -352,9 +352,7 @@ def _of_owners(model: OwnerDataParallel, given: Sequence[Optimizer]) -> Optimize
     owned = model.optimizers
     if given and {*map(id, given)} != {*map(id, owned)}:
         names, all_names = (", ".join(type(each).__name__ for each in some) for some in (given, owned))
-        raise ValueError(
-            f"a model of own saves all its optimizers ({all_names}) or none, got {names}; pass all of them"
-        )
+        raise ValueError(f"a model of own saves all its optimizers ({all_names}) or none, got {names}; pass all")
     return model.optimizer_checkpoint() if given else None
 
 

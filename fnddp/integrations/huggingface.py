@@ -51,9 +51,8 @@ class Pipelines:
         found = self._find(model)
         if found is None:
             raise ValueError(
-                f"no pipeline runs in this {type(model).__name__}: either it is not the model that "
-                "accelerator.prepare returned, or there is only one process, for which Accelerate does not wrap the "
-                "model"
+                f"no pipeline runs in this {type(model).__name__}: either accelerator.prepare did not return it, or "
+                "there is only one process, for which Accelerate wraps nothing"
             )
         return found
 
@@ -205,9 +204,7 @@ def prepare(accelerator: Accelerator, sync: str | Sync, *, reset_sync: bool = Fa
     if parallelism is not None and parallelism.tp_enabled:
         raise TypeError("prepare: with tensor parallelism Accelerate does not wrap models, so no pipeline would run")
     if isinstance(wrapping, Pipelines):
-        raise RuntimeError(
-            f"prepare: this accelerator already has the pipeline {wrapping.sync}; make another Accelerator"
-        )
+        raise RuntimeError(f"prepare: this accelerator already has {wrapping.sync}; make another Accelerator")
     if wrapping is not None and wrapping.comm_hook != DDPCommunicationHookType.NO:
         raise TypeError(
             f"prepare: DistributedDataParallelKwargs has comm_hook={wrapping.comm_hook!r}, and torch's class accepts "
@@ -267,8 +264,7 @@ class FnddpTrainerMixin:
         super().create_accelerator_and_postprocess()  # pyright: ignore[reportAttributeAccessIssue]
         if self.args.n_gpu > 1:
             raise TypeError(
-                f"{type(self).__name__}: {self.args.n_gpu} GPUs in one process; start one process for each GPU with "
-                "torchrun"
+                f"{type(self).__name__}: {self.args.n_gpu} GPUs in one process; use torchrun, with a process for each"
             )
         self.pipelines = prepare(self.accelerator, self._sync, reset_sync=self._resets_sync)
 

@@ -95,7 +95,7 @@ class ManagerWire(Elastic):
             )
         if self._manager._replica_world_size_mode.name != "DYNAMIC":
             raise ValueError(
-                "ManagerWire: the manager has spare replicas, and the mean would include their gradients; remove "
+                "ManagerWire: the manager has spares, and the mean would include their gradients; remove "
                 "world_size_mode"
             )
 
@@ -440,9 +440,7 @@ def attach(
     replicas, has_committed, refused = ManagerWire(manager), False, list[Exception]()
     key, known = f"{_KEY}.outer", manager._user_state_dicts  # pyright: ignore[reportPrivateUsage]
     if key in known:
-        raise ValueError(
-            "this manager already has an outer step, and each exchange takes a quorum: give each model its own manager"
-        )
+        raise ValueError("this manager already has an outer step, which takes its quorums: use another manager")
 
     def prepare() -> None:
         if refused:
@@ -517,7 +515,7 @@ def _require_elastic(sync: Sync, grads: Leaves) -> None:
         path = next(path for path in [*two, *three] if two.get(path) != three.get(path))
         raise ValueError(
             f"{sync!r}: {path!r} of its state is {two.get(path)} for two replicas and {three.get(path)} for three, so "
-            "it cannot continue when one leaves; use a pipeline with a state of constant shape (two_shot without "
+            "it cannot continue when one leaves; use one whose state has a constant shape (two_shot without "
             "server_memory)"
         )
 

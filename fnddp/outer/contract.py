@@ -148,9 +148,7 @@ def parse(text: str) -> Outer:
 def require_unweighted(step: Outer) -> None:
     """Raise a TypeError if `step` needs weights, because only `attach` passes them."""
     if step.takes_weight:
-        raise TypeError(
-            f"{step!r} needs the number of tokens of each rank, which only outer.attach counts; remove weighted"
-        )
+        raise TypeError(f"{step!r} needs each rank's tokens, which only outer.attach counts; remove weighted")
 
 
 def require_options(step: Outer, *syncs: Sync, **least: int) -> None:

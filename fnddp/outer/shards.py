@@ -85,9 +85,8 @@ def shards_of(
         for name, p in parameters.items():
             if not isinstance(p, DTensor):
                 raise TypeError(
-                    f"outer.attach: parameter {name!r} is not sharded but others are, so its values would differ "
-                    "between the ranks of a worker; call fully_shard on the whole model first, with "
-                    "mesh=mesh['shard']"
+                    f"outer.attach: parameter {name!r} is not sharded but others are, so it would differ between the "
+                    "ranks of a worker; call fully_shard on the whole model first, with mesh=mesh['shard']"
                 )
             if not _ranks(p.device_mesh) <= _ranks(largest):
                 raise TypeError(f"outer.attach: parameter {name!r} is on {p.device_mesh}, and others are on {largest}")
@@ -133,10 +132,7 @@ def _require_workers(group: Group, shards: DeviceMesh) -> None:
             f"of the workers; {fix}"
         )
     if isinstance(group, DeviceMesh) and group.ndim != 1:
-        raise TypeError(
-            f"outer.attach: group={group} has {group.ndim} dimensions, but needs one, of the ranks with the same "
-            f"shard; {fix}"
-        )
+        raise TypeError(f"outer.attach: group={group} has {group.ndim} dimensions, expected one; {fix}")
     workers = set(dist.get_process_group_ranks(live_group(group_name(group))))
     if len(workers & _ranks(shards)) > 1:
         raise TypeError(

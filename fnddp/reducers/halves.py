@@ -149,15 +149,10 @@ class _Half(Carrier):
         n, rank = collectives.world_size(group), collectives.rank(group)
         name = type(self).__name__
         if current().simulated is not None:
-            raise TypeError(
-                f"{name}: ranks own different leaves, which a simulation in one process cannot represent; run it on "
-                "real ranks"
-            )
+            raise TypeError(f"{name}: ranks own different leaves, which one process cannot simulate; use real ranks")
         owners = Owners.of(leaves, n) if self.owners is None else self.owners
         if owners.n != n:
-            raise ValueError(
-                f"{name}: the owners are for {owners.n} ranks, but there are {n}; make a new table of owners"
-            )
+            raise ValueError(f"{name}: the owners are for {owners.n} ranks, but there are {n}; make new ones")
         return group, rank, owners
 
 

@@ -70,8 +70,8 @@ class hierarchical(Sync):
     >>> hierarchical(fp16(allreduce)).init({"w": torch.ones(3, 2)})
     Traceback (most recent call last):
         ...
-    ValueError: hierarchical: fp16(allreduce) must reduce across nodes, over another group than the default one, whose
-    ranks have other shards; name it, hierarchical(fp16(allreduce).over(across), intra=inside)
+    ValueError: hierarchical: fp16(allreduce) must reduce across nodes, over another group than the default one, because
+    the ranks of that group have different shards; name it, hierarchical(fp16(allreduce).over(across), intra=inside)
     """
 
     inner: Sync
@@ -133,10 +133,7 @@ class hierarchical(Sync):
         if unnamed_only:
             return self if self._inside is not None else replace(self, intra=over)
         if name is not None:
-            raise ValueError(
-                f"{self!r} reduces over two groups, so over(group) cannot replace both; build it with the groups you "
-                "need"
-            )
+            raise ValueError(f"{self!r} reduces over two groups, so over(group) cannot set both; build another one")
         return replace(self, inner=self.inner.over(None), intra=over)  # without names, to compare
 
     def init(self, grads: Tree) -> State:

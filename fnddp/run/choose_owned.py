@@ -117,9 +117,7 @@ def choose_owned(
     """
     links = parsed(links)
     if unknown := sorted({*(codec_seconds or ())} - {*hop_seconds()}):
-        raise ValueError(
-            f"choose_owned: codec_seconds has {unknown[0]!r}, which is not a hop; the hops are {sorted(hop_seconds())}"
-        )
+        raise ValueError(f"choose_owned: codec_seconds has {unknown[0]!r}, which is not among {sorted(hop_seconds())}")
     optimizers = several(optimizer)
     among = pairs(within)
     if not any(map(is_muon, optimizers)):

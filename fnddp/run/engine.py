@@ -339,9 +339,7 @@ class Engine:
         named = {without_wrappers(name): name for name in self.leaves}  # either run may be compiled
         learnt = [named.get(without_wrappers(name), name) for name in learnt]
         if self.step is not None:
-            raise RuntimeError(
-                "the order of gradients cannot be set while a step is open, because the step uses that order"
-            )
+            raise RuntimeError("the order of gradients cannot be set while a step is open, which uses that order")
         if not learnt and self._can_learn_order:  # lays out the next step as any first step
             self.learnt, self.learns_order, self._order, self._programs = [], True, None, []
             self._memory.clear()

@@ -112,9 +112,7 @@ def parameters_of(
         if not p.requires_grad:
             continue
         if id(p) not in of:
-            raise ValueError(
-                f"{who}: {name!r} is in no optimizer, so no rank would update it; add it to one, or freeze it"
-            )
+            raise ValueError(f"{who}: {name!r} is in no optimizer, so no rank would update it; add or freeze it")
         named[of[id(p)]][name] = p
     for optimizer, each in zip(optimizers, named, strict=True):
         if not each:
@@ -136,10 +134,7 @@ def require_ownable(who: str, model: nn.Module, optimizers: Sequence[torch.optim
     for i, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise TypeError(
-                f"{who}: LBFGS evaluates a closure and mixes all leaves, so a leaf cannot have an owner; use another "
-                "optimizer"
-            )
+            raise TypeError(f"{who}: LBFGS evaluates a closure and mixes all leaves; use another optimizer")
         if (owner := owner_of(optimizer)) is not None:
             raise TypeError(f"{who}: {kind} is already used by {owner}; make another optimizer")
         for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -366,9 +361,8 @@ def first_hop(who: str, gradients: str | Sync) -> Sync:
             is_plain or _is_codec(each) or isinstance(each, error_feedback | partition | warmup | weighted | to_owners)
         ):
             raise TypeError(
-                f"{who}: gradients={sync!r} cannot send gradients to owners, because of {each!r}; use two_shot, "
-                "optionally with codecs around it and error_feedback around the codecs: "
-                "'error_feedback(quantize(two_shot, bits=4))'"
+                f"{who}: gradients={sync!r} cannot send to owners, because of {each!r}; use two_shot, optionally in "
+                "codecs, and these in error_feedback: 'error_feedback(quantize(two_shot, bits=4))'"
             )
     return sync
 
@@ -381,7 +375,7 @@ def second_hop(who: str, weights: str | Sync, what: str = "weights") -> Sync:
         if not (isinstance(each, all_gather) or _is_codec(each)):
             raise TypeError(
                 f"{who}: {what}={sync!r} cannot send from owners to other ranks, because of {each!r}; use allgather, "
-                "optionally with codecs around it and ef21 around the codecs: 'ef21(quantize(allgather, bits=4))'"
+                "optionally in codecs, and these in ef21: 'ef21(quantize(allgather, bits=4))'"
             )
     if isinstance(sync, ef21) and (sync.eta != 1 or isinstance(inner, all_gather)):
         raise TypeError(f"{who}: {what}={sync!r}: ef21 sends differences through codecs here, without an average (eta)")

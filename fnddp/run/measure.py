@@ -98,9 +98,7 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
     True
     """
     if meta := [path for path, leaf in plan.leaves.items() if leaf.device == torch.device("meta")]:
-        raise ValueError(
-            f"measure_segments: leaf {meta[0]!r} is on the meta device; lower the plan for tensors with values"
-        )
+        raise ValueError(f"measure_segments: leaf {meta[0]!r} is on the meta device; lower the plan with real tensors")
     mirror, observer, generator = _Mirror(plan), Observer(measures=True), torch.Generator().manual_seed(0)
     state = mirror.initial_state() if state is None else state
     program = Program(

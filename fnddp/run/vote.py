@@ -151,9 +151,7 @@ class Vote:
                 "give each its own process group"
             )
         if not flags.counts and self._device.is_asynchronous:
-            raise CollectiveError(
-                "all ranks gave the weight 0 in this step, and ranks that do not wait have already applied it"
-            )
+            raise CollectiveError("all ranks gave the weight 0 in this step, and some may have applied it already")
         if not flags.counts:
             raise no_mean()
         return frozenset(path for path, is_used in zip(self._leaves, used, strict=True) if not is_used)

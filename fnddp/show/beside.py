@@ -33,9 +33,7 @@ def beside(measured: str, predicted: str) -> str:
     whole: dict[str, Any] = json.loads(measured)
     begins = [event["ts"] for event in whole["traceEvents"] if event.get("name") == STEP and event.get("ph") == "X"]
     if not begins:
-        raise ValueError(
-            f"beside: the measured trace has no range {STEP!r}; profile the step within record_function({STEP!r})"
-        )
+        raise ValueError(f"beside: the measured trace has no range {STEP!r}; run the step in record_function({STEP!r})")
     for event in json.loads(predicted)["traceEvents"]:
         moved = {"ts": round(event["ts"] + begins[0], 3)} if "ts" in event else {}
         whole["traceEvents"].append(event | moved)

@@ -101,18 +101,13 @@ def simulate_training(
     (torch.Size([200, 4]), True, True)
     """
     if (optimizer is None) == (update is None):
-        raise ValueError(
-            "simulate_training: give either optimizer, a function that makes a torch.optim optimizer, or update"
-        )
+        raise ValueError("simulate_training: give either optimizer, which makes one of torch.optim, or update")
     leaves, spec = tree.flatten(params)
     leaves = {path: leaves[path].detach().clone() for path in spec.paths}  # optimizers get them in this order
     owners = None
     if weights is not None:
         if optimizer is None:
-            raise ValueError(
-                "simulate_training: weights are sent by owners, which run an optimizer; give optimizer instead of "
-                "update"
-            )
+            raise ValueError("simulate_training: owners that send weights run an optimizer; give optimizer, not update")
         # Owners of whole leaves have, bit for bit, the results that allgather returns on all ranks.
         sync = with_halves(first_hop("simulate_training", sync), allgather)
         owners = _Owners(second_hop("simulate_training", weights), leaves)

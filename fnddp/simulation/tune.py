@@ -639,9 +639,7 @@ def _require_mean(sync: Sync) -> None:
 def _require_warm(sync: Sync, steps: int, *, own: bool) -> None:
     for each in all_in(sync):
         if isinstance(each, warmup) and own:
-            raise ValueError(
-                f"tune: {sync!r} uses another hop during warm-up, but tune costs the first step; remove warmup"
-            )
+            raise ValueError(f"tune: {sync!r} begins with another hop, but tune costs the first step; remove warmup")
         if isinstance(each, warmup) and each.steps >= steps:
             raise ValueError(
                 f"tune: {sync!r} warms up for {each.steps} steps, so a training of {steps} steps does not test the "

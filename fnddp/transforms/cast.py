@@ -59,8 +59,8 @@ class cast(Carrying):
     >>> fp16(allreduce, check=True)(big, ())
     Traceback (most recent call last):
         ...
-    FloatingPointError: fp16(allreduce, check=True): NaN or infinite after a cast to float16: leaf 'w' (on this rank 1 of
-    2 values beyond the largest float16, 65504.0); use bf16, or scale the loss
+    FloatingPointError: fp16(allreduce, check=True): not finite after a cast to float16: leaf 'w' (on this rank 1 of 2
+    values beyond the largest float16, 65504.0); use bf16, or scale the loss
     """
 
     inner: Sync
@@ -161,9 +161,7 @@ class cast(Carrying):
             beyond = f"{int((leaf.abs() > largest).sum())} of {leaf.numel()} values"
             problems.append(f"leaf {path!r} (on this rank {beyond} beyond the largest {dtype}, {largest})")
         found = "; ".join(problems)
-        raise FloatingPointError(
-            f"{self!r}: NaN or infinite after a cast to {dtype}: {found}; use bf16, or scale the loss"
-        )
+        raise FloatingPointError(f"{self!r}: not finite after a cast to {dtype}: {found}; use bf16, or scale the loss")
 
     def __repr__(self) -> str:
         short = SHORT.get(self._wire_dtype)

@@ -385,8 +385,7 @@ class shared_momentum(Sync):
         for inner in all_in(self.inner):
             if isinstance(inner, shared_momentum | momentum_correction):
                 raise TypeError(
-                    f"shared_momentum: it contains {type(inner).__name__}, which also has a momentum; remove one of "
-                    "the two"
+                    f"shared_momentum: it contains {type(inner).__name__}, which also has a momentum; remove one"
                 )
         require_agreement("shared_momentum", self.inner)
         if self.inner.ops != {"mean"}:

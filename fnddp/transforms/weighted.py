@@ -65,9 +65,7 @@ class weighted(Sync):
             )
         if len(self.inner.groups) > 1:
             groups = sorted(self.inner.groups, key=str)
-            raise TypeError(
-                f"weighted: {self.inner!r} reduces over several process groups, {groups}; use a pipeline over one group"
-            )
+            raise TypeError(f"weighted: {self.inner!r} reduces over several process groups, {groups}; use one group")
 
     def init(self, grads: Tree) -> State:
         return self.inner.init(grads)

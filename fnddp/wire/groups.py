@@ -143,9 +143,7 @@ def world_size(group: str | None) -> int:
     if world.size is not None:
         if group not in world.size:
             which = "the default group (None)" if group is None else f"group {group!r}"
-            raise ValueError(
-                f"the plan has no number of ranks for {which}, only for {list(world.size)}; add it to world_size"
-            )
+            raise ValueError(f"the plan has no number of ranks for {which}, only for {list(world.size)}; add it")
         return world.size[group]
     return live_size(group) if world.wire is None else world.wire.size(group)
 
@@ -240,9 +238,7 @@ def traced_name(group: str) -> str:
     if not isinstance(group, GroupName):
         return group
     if group.is_gone:
-        raise RuntimeError(
-            f"process group {group.plain!r} was destroyed; create the pipeline or model that uses it again"
-        )
+        raise RuntimeError(f"process group {group.plain!r} was destroyed; set up its users again")
     return group.plain
 
 
@@ -253,13 +249,12 @@ def live_group(group: str | None) -> dist.ProcessGroup:
     except (RuntimeError, ValueError, KeyError) as error:
         which = "the default process group" if group is None else f"process group {group!r}"
         raise RuntimeError(
-            f"{which} does not exist: it was destroyed, or never initialized ({error}); create the pipeline or model "
-            "that uses it again"
+            f"{which} does not exist: it was destroyed, or never initialized ({error}); set up its users again"
         ) from error
     if isinstance(group, GroupName) and not group.stands_for(live):
         raise RuntimeError(
             f"process group {group.plain!r} was destroyed, and another group, of {live.size()} ranks, has its name "
-            "now; create the pipeline or model that uses it again, over the new group"
+            "now; set up its users again, over the new group"
         )
     return live
 

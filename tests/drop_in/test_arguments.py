@@ -193,7 +193,7 @@ def test_mixed_precision_casts_buffers_and_may_not_contradict_the_pipeline():
     model = DDP(normed(), mixed_precision=mixed)
     assert model.module[1].running_mean.dtype == torch.bfloat16
     before = model.sync
-    with pytest.raises(ValueError, match="itself decides the dtype that is sent"):
+    with pytest.raises(ValueError, match="decides which dtype is sent"):
         model.sync = fp16(allreduce)
     assert model.sync == before
     step(model, batch(0, 0))

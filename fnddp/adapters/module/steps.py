@@ -314,9 +314,8 @@ class Steps:
         if not error.is_unlike:
             return RuntimeError(
                 f"{OWNER}: the gradient of parameter {error.path!r} arrived twice in this step: a custom autograd "
-                "function runs the module in its own backward, and the same backward also reaches the module outside "
-                "of that function; call backward once for each of the two losses, or use checkpoint(..., "
-                "use_reentrant=False)"
+                "function runs the module in its own backward, and the outer backward also reaches it elsewhere; "
+                "call backward for each loss, or use checkpoint(..., use_reentrant=False)"
             )
         expected = self.engine.leaves[error.path]
         return ValueError(

@@ -378,7 +378,7 @@ class DistributedDataParallel(TorchNames):
             raise RuntimeError(
                 f"{OWNER}: torch.func differentiates with respect to {', '.join(differentiated)}, and this class "
                 "cannot synchronize such gradients; use fnddp.value_and_grad, or differentiate model.module and "
-                "synchronize the result: grads, state = sync(grads, state). To get this rank's own gradients, use "
+                "synchronize the result: grads, state = sync(grads, state). For this rank's gradients, use "
                 "model.no_sync()"
             )
         if replaced := [name for name, t in others.items() if isinstance(t, nn.Parameter) and t.requires_grad]:

@@ -100,7 +100,6 @@ def with_wire_dtype(sync: T, mixed_precision: Any) -> T | Sync:
     if mixed_precision.reduce_dtype is not None:
         raise ValueError(
             f"{OWNER}: mixed_precision has reduce_dtype={mixed_precision.reduce_dtype}, but the pipeline {sync!r} "
-            "itself decides the dtype that is sent; remove reduce_dtype and put a cast in the pipeline, such as "
-            "fp16(allreduce)"
+            "decides which dtype is sent; remove reduce_dtype and put a cast in the pipeline, as in fp16(allreduce)"
         )
     return sync

@@ -94,8 +94,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
     def _is_accelerate_prepared(self) -> bool:
         raise TypeError(
             "Accelerate would wrap a fnddp.DistributedDataParallel again, in torch's class, and synchronize twice; "
-            "call fnddp.integrations.huggingface.prepare(accelerator, sync), and pass the unwrapped module to "
-            "accelerator.prepare"
+            "call fnddp.integrations.huggingface.prepare(accelerator, sync), and pass it the plain module"
         )
 
     # End of a backward (torch 2.15 and later)

@@ -155,7 +155,7 @@ def plan_axes(
         for path in parameters:
             if (first := owner.setdefault(path, name)) != name:
                 raise ValueError(
-                    f"plan_axes: groups {first!r} and {name!r} both have a parameter {path!r}; name each parameter as "
+                    f"plan_axes: groups {first!r} and {name!r} both have a parameter {path!r}; name each as "
                     "model.named_parameters() does, such as layer.named_parameters('layers.0') for the group "
                     "'layers.0'"
                 )
@@ -253,10 +253,9 @@ def compress(
                 if ranks != last:
                     raise TypeError(
                         f"compress: {repr(name) if name else 'the model'} is sharded over the ranks {ranks}, but the "
-                        f"last dimension of the mesh has the ranks {last}; pass the mesh that fully_shard got, with "
-                        "the dimension of the replicas first. For a model whose experts have their own mesh, call "
-                        "compress_shards instead of compress: compress_shards(model, gradients={'*.experts.*': ..., "
-                        "'*': ...})"
+                        f"last dimension of the mesh has the ranks {last}; pass the mesh of fully_shard, with the "
+                        "replicas' dimension first. If experts have their own mesh, call compress_shards instead of "
+                        "compress: compress_shards(model, gradients={'*.experts.*': ..., '*': ...})"
                     )
         given = {"gradients": gradients, "weights": weights, "replicas": replicas}
         axes = [axis for axis, pipeline in given.items() if pipeline is not None]

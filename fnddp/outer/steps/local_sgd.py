@@ -153,9 +153,7 @@ class hierarchical_local_sgd(Outer):
         levels = sorted([(checked_int(f"{owner}: a period", n), sync) for n, sync in pairs], key=lambda pair: pair[0])
         periods = [period for period, _ in levels]
         if not periods or periods[0] < 1 or len(set(periods)) < len(periods):
-            raise ValueError(
-                f"{owner}: periods must have at least one entry, all different and at least 1, got {periods}"
-            )
+            raise ValueError(f"{owner}: periods must be one or more different numbers, at least 1, got {periods}")
         require_options(self, *(sync for _, sync in levels), start=0)
         object.__setattr__(self, "levels", tuple(levels))
 

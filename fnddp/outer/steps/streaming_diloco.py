@@ -156,8 +156,7 @@ def divided(leaves: Leaves, fragments: Fragments, sizes: Mapping[str, int] | Non
         return list(split_by_pattern(owner, leaves, compiled_patterns(fragments)).values())
     if len(leaves) < fragments:
         raise ValueError(
-            f"{owner}: {len(leaves)} leaves cannot form {fragments} fragments, because leaves are not divided; use "
-            "fewer fragments"
+            f"{owner}: {len(leaves)} leaves cannot form {fragments} fragments; use fewer: leaves stay whole"
         )
     sizes = {path: leaf.numel() for path, leaf in leaves.items()} if sizes is None else sizes
     runs: list[Leaves] = []
