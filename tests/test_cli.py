@@ -116,7 +116,10 @@ WRONG = {
         (["--replicas", "2"], "plan a model's axes: give --shards N"),
         (["--shards", "2", "--ranks", "4", "--show"], "remove --ranks, --show"),
         (["allreduce", "--shards", "2"], "one pipeline is planned, between replicas: give their number, --replicas N"),
-        (["--shards", "2", "--gradients", "topk(allgather, k=1)"], "FSDP sends gradients over its own group, as two_shot does"),
+        (
+            ["--shards", "2", "--gradients", "topk(allgather, k=1)"],
+            "FSDP sends gradients over its own group, as two_shot does",
+        ),
         (["--shards", "2", "--link", "node=1gbit"], "--link node=1gbit: give shards=..., or one link for all"),
         (["--svg", "x"], "--svg draws the plan of one pipeline on one link"),
         (["allreduce", "--svg", "absent/x"], "--svg: cannot write absent/x: No such file"),

@@ -587,7 +587,12 @@ def test_bytes_of_a_million_elements(text, want):
     [
         (lambda x: x, None, TypeError, "encode must return a dict of tensors by name, got Tensor"),
         (lambda x: {"v": x, "n": 3}, None, TypeError, "encode must return a dict of tensors by name, got 'n': int"),
-        (lambda x: {"v": x, "s": x.amax()}, None, ValueError, r"rows, but for input of shape \(1, 6\) it returned 's' of shape \(\); reduce"),
+        (
+            lambda x: {"v": x, "s": x.amax()},
+            None,
+            ValueError,
+            r"rows, but for input of shape \(1, 6\) it returned 's' of shape \(\); reduce",
+        ),
         (lambda x: {"v": x}, lambda v: v[:, 1:], ValueError, r"decode must return rows of 6 numbers, got \(1, 5\)"),
     ],
 )

@@ -188,7 +188,9 @@ def test_a_rank_that_does_not_set_up(rank: int) -> None:
     sync = fnddp.jit(fnddp.two_shot.over(group))
     if rank == 0:
         for _ in range(2):
-            with pytest.raises(CollectiveError, match=r"could not be connected for fnddp: .* has not reached this point"):
+            with pytest.raises(
+                CollectiveError, match=r"could not be connected for fnddp: .* has not reached this point"
+            ):
                 sync({"w": torch.ones(4)}, ())
     dist.barrier()
 

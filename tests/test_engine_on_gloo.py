@@ -330,7 +330,9 @@ class Grown(Applied):
 
 def test_tensors_as_large_as_a_number_in_the_state_have_no_plan_and_run():
     sync, grads = Grown(), {"w": torch.tensor([1.0, 2.0])}
-    with pytest.raises(LoweringError, match="cannot be lowered: it makes a tensor whose size depends on a number in the state"):
+    with pytest.raises(
+        LoweringError, match="cannot be lowered: it makes a tensor whose size depends on a number in the state"
+    ):
         lower(sync, grads, world_size=2)
     step, state = fnddp.jit(sync), 2
     for factor in (2, 3):

@@ -152,7 +152,9 @@ def test_clipping_counts_all_shards_once_and_leaves_memory_alone(rank: int) -> N
 def test_what_needs_whole_leaves_is_refused_between_replicas_of_several_shards(rank: int) -> None:
     """Each shard would be scaled by a norm of its own."""
     mesh, sync = meshes(2, 2), "clip_by_global_norm(allreduce, 1.0)"
-    with pytest.raises(TypeError, match=r"needs whole leaves, but here each rank has only a shard of each leaf; .*clip_grad_norm_"):
+    with pytest.raises(
+        TypeError, match=r"needs whole leaves, but here each rank has only a shard of each leaf; .*clip_grad_norm_"
+    ):
         compress_replicas(sharded(mesh["shard"]), sync, mesh["replicate"])
     mesh = meshes(4, 1)
     compress_replicas(sharded(mesh["shard"]), sync, mesh["replicate"])
@@ -185,7 +187,9 @@ def test_what_would_not_be_synchronized_raises(rank: int) -> None:
     model.layers[1].weight.requires_grad_(True)
     with torch.no_grad():
         model(x)
-    with pytest.raises(RuntimeError, match=r"layers.1.weight required no gradient.* unfreeze parameters before compress_r"):
+    with pytest.raises(
+        RuntimeError, match=r"layers.1.weight required no gradient.* unfreeze parameters before compress_r"
+    ):
         model(x)
     with pytest.raises(AttributeError):
         replicas.sync = SYNC  # type: ignore[misc]

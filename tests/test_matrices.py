@@ -88,9 +88,7 @@ def test_checkpoints_of_shards_do_not_take_matrices_of_owners(rank: int, tmp_pat
     sharded = Sharded()
     compressed = compress_shards(sharded.net, "two_shot")
     for run in (save, async_save, load):
-        with pytest.raises(
-            TypeError, match=r"Muon keeps its state at the owners.*call optimizer_state_dict"
-        ):
+        with pytest.raises(TypeError, match=r"Muon keeps its state at the owners.*call optimizer_state_dict"):
             run(tmp_path, sharded.net, sharded.muon, sync=compressed)
 
 

@@ -118,7 +118,9 @@ def test_transforms_of_torch_func_are_of_this_rank_alone_or_say_what_to_write(ra
         lambda: torch.func.jvp(lambda p: loss(p, x), (params,), (params,)),
         lambda: torch.func.jacrev(loss)(params, x),
     ):
-        with pytest.raises(RuntimeError, match=r"0.weight, .* cannot synchronize such gradients; use fnddp.value_and_grad"):
+        with pytest.raises(
+            RuntimeError, match=r"0.weight, .* cannot synchronize such gradients; use fnddp.value_and_grad"
+        ):
             transform()
     want = torch.func.grad(lambda p: loss_of(torch.func.functional_call(plain, p, x)))(alone)
     with model.no_sync():
@@ -438,7 +440,9 @@ def test_ranks_with_other_options(rank: int) -> None:
 @on_ranks(2)
 def test_a_module_that_is_wrapped_in_torchs_class_too_is_refused(rank: int) -> None:
     for inner in (TorchDDP(nn.Linear(2, 1)), nn.Sequential(TorchDDP(nn.Linear(2, 1)))):
-        with pytest.raises(RuntimeError, match="is also wrapped in torch's DistributedDataParallel, .* only one of them"):
+        with pytest.raises(
+            RuntimeError, match="is also wrapped in torch's DistributedDataParallel, .* only one of them"
+        ):
             DistributedDataParallel(inner)
     outer = TorchDDP(nn.Sequential(DistributedDataParallel(nn.Linear(2, 1)), nn.Linear(1, 1)))
     with pytest.raises(RuntimeError, match=r"a module that contains it, is also wrapped in torch's"):

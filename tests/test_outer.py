@@ -278,9 +278,13 @@ def test_a_plan_of_two_levels_has_their_sizes():
     plan = outer.lower(step, params, world_size={"node": 8, None: 1024})
     sizes = [[(c.group, c.world_size) for c in each.plan.collectives] for each in plan.exchanges]
     assert sizes == [[("node", 8)], [(None, 1024)]]
-    with pytest.raises(ValueError, match=r"the default group \(None\) and group 'node', but world_size=8 does not give"):
+    with pytest.raises(
+        ValueError, match=r"the default group \(None\) and group 'node', but world_size=8 does not give"
+    ):
         outer.lower(step, params, world_size=8)
-    with pytest.raises(ValueError, match="must give exactly the sizes of the groups of hierarchical_local_sgd.*got {'node': 8}"):
+    with pytest.raises(
+        ValueError, match="must give exactly the sizes of the groups of hierarchical_local_sgd.*got {'node': 8}"
+    ):
         outer.lower(step, params, world_size={"node": 8})
 
 

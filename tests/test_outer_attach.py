@@ -194,7 +194,9 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="no parameter of the model requires gradients"):
         outer.attach(model.requires_grad_(False), None, outer.local_sgd(every=2))
     model, optimizer, _ = attached_model("des_loc({'momentum_buffer': local_sgd(every=2)})")
-    with pytest.raises(ValueError, match=r"has no state 'momentum_buffer' in the shape of parameter '0.weight', only \[\]"):
+    with pytest.raises(
+        ValueError, match=r"has no state 'momentum_buffer' in the shape of parameter '0.weight', only \[\]"
+    ):
         train(model, optimizer, 0, range(1))
 
 

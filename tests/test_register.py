@@ -130,7 +130,9 @@ def test_a_memory_format_that_changes_after_ddp_has_made_its_buckets(rank: int, 
     if as_views:  # where gradients show it even then
         handle = fnddp.register(model, WITH_RESIDUAL)
     before = bits(handle.sync_state)
-    with pytest.raises(RuntimeError, match=r"register: image has strides \(36, 1, 12, 4\).* before wrapping the module"):
+    with pytest.raises(
+        RuntimeError, match=r"register: image has strides \(36, 1, 12, 4\).* before wrapping the module"
+    ):
         model(rank, 0).backward()
     assert bits(handle.sync_state) == before
 

@@ -104,7 +104,9 @@ def test_simulated_states_are_replicated_or_local_as_marked():
         mean, state = simulation(grads, state)
     assert torch.equal(state.seen, mean["w"])
     assert torch.equal(state.mine, torch.tensor([0.0, 2.0, 4.0]))
-    with pytest.raises(ValueError, match="gives each rank a different 'seen', but its state marks that part as Replicated"):
+    with pytest.raises(
+        ValueError, match="gives each rank a different 'seen', but its state marks that part as Replicated"
+    ):
         wrong(grads, wrong.init(grads))
 
 

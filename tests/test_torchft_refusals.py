@@ -63,7 +63,10 @@ SCATTERED = (REDUCE_SCATTER, torch.zeros(2, 1), torch.zeros(1), "sum", None)
         ),
         (lambda: ManagerWire(StandIn()).start(*SCATTERED), "'torchft-gloo' has no reduce_scatter"),
         (lambda: ManagerWire(StandIn()).size("island"), "remove group"),
-        (lambda: wrapped(fp16(all_reduce(group="island"))), "process group 'island', but a manager only has the group of the replicas"),
+        (
+            lambda: wrapped(fp16(all_reduce(group="island"))),
+            "process group 'island', but a manager only has the group of the replicas",
+        ),
         (lambda: wrapped(fnddp.ef21(fnddp.topk(fnddp.allgather, k=1))), "use error_feedback"),
         (lambda: wrapped("auto"), 'sync="auto" can only measure torch.distributed'),
         (
