@@ -1,4 +1,4 @@
-"""All public names of the package `fnddp`, which imports this module when the first of them is used."""
+"""All public names of `fnddp`. The package imports this module when one of them is first used."""
 
 from fnddp.adapters.ddp import Handle as Handle
 from fnddp.adapters.ddp import register as register

@@ -1,4 +1,4 @@
-"""What a transform asks of its options, `limits = {"parts": at_least(1)}`, and of pipelines inside."""
+"""Checks that transforms declare: of their options, `limits = {"parts": at_least(1)}`, and of pipelines inside."""
 
 from fnddp.core.options import POSITIVE as POSITIVE
 from fnddp.core.options import Limit as Limit

@@ -169,7 +169,7 @@ def _backward(
         positions = {path: position for position, path in enumerate(variables)}
         for path, variable in variables.items():
             variable.register_post_accumulate_grad_hook(partial(arrives, path))
-        first = next_node_number()  # older nodes belong to the caller's graph, which must not run
+        first = next_node_number()  # older nodes belong to the caller's graph and must not run
         result = loss_of(variables, *batch)
     loss, aux = result if has_aux else (result, None)
     if not isinstance(loss, Tensor) or loss.ndim > 0:

@@ -60,7 +60,7 @@ def table(run: Run) -> Grid:
 
 
 def verdict(run: Run) -> str:
-    """Return a sentence about the pipeline that beats the fastest synchronizing peer; "" if there is no such peer."""
+    """Return a sentence about the pipeline that beats the fastest synchronizing peer; "" without such a peer."""
     pipelines = len(run.setup.pipelines)
     rivals = [arm for arm in run.peers if run.setup.peers[arm - pipelines] != "none"]
     sending = [arm for arm in range(pipelines) if run.times[arm].wire_bytes]

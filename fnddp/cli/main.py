@@ -92,7 +92,7 @@ def reporting_errors(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _check_syntax(options: Mapping[str, object]) -> None:
-    """Raise a WrongArgument for a text that is not a pipeline, before importing torch, which takes seconds."""
+    """Raise a WrongArgument for a text that is not a pipeline, before torch is imported (seconds)."""
     from fnddp.core.syntax import expression_of
 
     for name in ("pipeline", "pipelines", "gradients", "weights"):

@@ -126,7 +126,7 @@ def is_first_rank() -> bool:
 def progress(text: str) -> Generator[Callable[..., None]]:
     """Show `text` on the first rank's standard error; yield a function that shows the next task.
 
-    On a terminal it is a line with a bar. Otherwise each text is a line of its own, with the remaining time.
+    On a terminal, draw a bar on one line. Otherwise print each text on a new line, with the remaining time.
     """
     to = console(sys.stderr)
     if not is_first_rank():

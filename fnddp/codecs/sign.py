@@ -18,9 +18,9 @@ from fnddp.core.tree import Leaves, is_inexact
 class sign(Codec):
     """Send the sign of each element, eight in a byte, and one scale a row.
 
-    With the mean magnitude as its scale it is a contraction by 1 - ||x||_1^2 / (n ||x||_2^2) and needs
-    `error_feedback`; with the largest magnitude it is no contraction. Zeros count as positive. The wrong choice without
-    memory, and for rows of very different elements: use chunks.
+    If the scale is the mean magnitude, it is a contraction by 1 - ||x||_1^2 / (n ||x||_2^2) and needs `error_feedback`;
+    with the largest magnitude it is not a contraction. Zeros count as positive. The wrong choice without a memory, and
+    for rows whose elements differ much in size: use chunks.
 
     Args:
         scale: "mean" magnitude, "max", or "none": plain signs of magnitude 1 (signSGD).

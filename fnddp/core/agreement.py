@@ -89,7 +89,7 @@ def agree_over(
     *,
     call: str = "this call",
 ) -> None:
-    """Run `agree` over each of `groups`; raise a failure in one in all groups and in `others`, which compare nothing.
+    """Run `agree` over each of `groups`; raise a failure in one in all of them and in `others` (these compare nothing).
 
     `within` has the groups that compare a subject, if not all groups do; `describe_rank` may fill it.
     """

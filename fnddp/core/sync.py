@@ -349,7 +349,7 @@ registry = Registry()
 
 @dataclass_transform(frozen_default=True)
 def transform(cls: type[T]) -> type[T]:
-    """Make a `Sync` subclass a frozen dataclass and register its name, which must be new, with `fnddp.parse`."""
+    """Make a `Sync` subclass a frozen dataclass and register its name (it must be new) with `fnddp.parse`."""
     require_subclass("transform", cls, Sync, "fnddp.Sync, or of fnddp.Codec for a codec")
     made = dataclass(frozen=True, repr=False)(cls)
     registry.add(cls.__name__, made)

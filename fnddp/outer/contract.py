@@ -129,7 +129,7 @@ outers = Registry()
 
 @dataclass_transform(frozen_default=True)
 def outer(cls: type[T]) -> type[T]:
-    """Make an `Outer` subclass a frozen dataclass and register its name, which must be new, with `parse`."""
+    """Make an `Outer` subclass a frozen dataclass and register its name (it must be new) with `parse`."""
     require_subclass("outer", cls, Outer, "fnddp.outer.Outer")
     made = dataclass(frozen=True, repr=False)(cls)
     outers.add(cls.__name__, made)

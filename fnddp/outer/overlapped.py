@@ -88,7 +88,7 @@ class Overlapped(Exchanges):
         self.poll()
 
     def end(self, name: str, sync: Sync, leaves: Leaves, state: State) -> tuple[Leaves, State]:
-        """Finish the exchange `name`; run a whole exchange if none is open with that name and these leaves."""
+        """Finish the open exchange `name` of these leaves; without one, run a whole exchange."""
         if name not in self._open or self._open[name].leaves is not leaves:
             self.begin(name, sync, leaves, state)
         return self._end(name)

@@ -169,7 +169,7 @@ def owned_choice(
     codec_seconds: Mapping[str, float] | None = None,
     backward_seconds: float | None = None,
 ) -> Choice:
-    """Return the choice that `choose_owned` makes, with the costs behind it."""
+    """Return the choice that `choose_owned` makes, with its costs."""
     seconds = hop_seconds() if codec_seconds is None else codec_seconds
     exact = next(iter(plans))
     least = {hop: seconds.get(hop, 0.0) for hop in (exact.gradients, exact.weights)}  # no codec is faster than a copy

@@ -1,4 +1,4 @@
-"""Names and times of the pieces of steps, for torch's profiler and for FNDDP_DEBUG, which prints plans and times.
+"""Names and times of the pieces of steps, for torch's profiler and FNDDP_DEBUG (prints plans and times).
 
 Times are measured by the host on the CPU, and on the side stream on an accelerator.
 """

@@ -176,7 +176,7 @@ class Steps:
 
     @torch_private.skipped_by_dynamo
     def _reaches_output(self, behind: Sequence[Any], _: Tensor) -> None:
-        """Begin a step when a backward reaches the output of a forward; `behind` are the output's graph nodes."""
+        """Begin a step when a backward reaches the output of a forward; `behind`: graph nodes of that output."""
         if self._open() is None and accumulates(self.parameters.values(), behind):
             self._start()
 

@@ -48,7 +48,7 @@ class DistributedDataParallel(TorchNames):
     """Wrap a module to synchronize its gradients with any pipeline, in place of torch's class of this name.
 
     Collectives run during backward, as gradients arrive. An unused parameter never makes a step hang. If only some
-    ranks have a gradient for it, it counts as zero on the others; if none has, its `.grad` is unchanged, usually None.
+    ranks have a gradient for it, it counts as zero on the others. Without a gradient on any rank, `.grad` is unchanged.
     In a step without an update (`every`), `.grad` is None.
 
     As with torch's class, only gradients that a backward accumulates in the wrapped parameters are synchronized.

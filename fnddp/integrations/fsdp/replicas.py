@@ -250,7 +250,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
             `sync` and the pipeline of shards is `weighted`.
         RankMismatchError: On all replicas, if they disagree about the pipeline or the parameters.
 
-    Source: `torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py` of torch 2.13, `foreach_reduce`, which calls the
+    Source: `torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py` of torch 2.13: `foreach_reduce` calls the
     post-accumulate hooks of sharded parameters.
 
     >>> from torch.distributed import init_device_mesh

@@ -1,4 +1,4 @@
-"""DES-LOC: ranks average the moments of their optimizers too, with periods of their own."""
+"""DES-LOC: ranks average their parameters and the moments of their optimizers, each with its own period."""
 
 import math
 from collections.abc import Mapping
@@ -24,18 +24,18 @@ class DesLocState(NamedTuple):
 
 @outer
 class des_loc(Outer):
-    """Run an outer step for each of several trees: the parameters, and moments of the local optimizer.
+    """Run one outer step for the parameters, and one for each moment of the local optimizer.
 
-    It is called with a tree of trees, `{"params": ..., "exp_avg": ..., "exp_avg_sq": ...}`; `attach` finds the moments
-    of its optimizer by these names. Exchanges in one step are several messages. The wrong choice where ranks may keep
-    moments of their own, which costs nothing: `diloco` does.
+    Call it with a tree of trees, `{"params": ..., "exp_avg": ..., "exp_avg_sq": ...}`; `attach` finds the moments in
+    its optimizer by these names. Each tree is sent in its own messages. The wrong choice if ranks can keep their own
+    moments: `diloco` does not send them at all.
 
     Args:
         trees: The outer step of each tree, by its name.
 
     Raises:
         TypeError: `trees` is not a dict of outer steps by name.
-        ValueError: There are none, or a name is empty or has a dot; at the call: a tree is missing.
+        ValueError: `trees` is empty, or a name is empty or has a dot; at the call: a tree is missing.
 
     Source: Iacob et al., "DES-LOC: Desynced low communication adaptive optimizers", arXiv 2505.22549, Algorithm 1:
     parameters, first and second moments every K, 3 K and 6 K steps.
@@ -117,7 +117,7 @@ def _moment(tree: str, name: str, p: Tensor, moments: Mapping[str, Mapping[str, 
 
 
 class _OfTree(Exchanges):
-    """Exchanges of one of several trees: puts the name of the tree before that of an exchange."""
+    """Exchanges of one of several trees: prefixes the names of exchanges with the name of the tree."""
 
     def __init__(self, name: str, exchanges: Exchanges) -> None:
         self._name, self._exchanges = name, exchanges

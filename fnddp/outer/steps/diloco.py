@@ -71,7 +71,7 @@ class Descending(Outer):
         return (1 - self.alpha) * anchor + self.alpha * own if self.alpha else anchor.clone()
 
     def require_own(self, params: Leaves, state: Any, kind: type) -> None:
-        """Raise a ValueError unless `state` is a `kind` made for these leaves, which may have a row for each rank."""
+        """Raise a ValueError unless `state` is a `kind` for these leaves; leaves may have a row for each rank."""
         owner = type(self).__name__
         require_state(owner, state, kind)
         like = {path: state.anchor.get(path, leaf) for path, leaf in params.items()}
@@ -98,18 +98,18 @@ class DiLoCoState(NamedTuple):
 
 @outer
 class diloco(Descending):
-    """Every `every` local steps, take a step of SGD with Nesterov momentum by the mean parameter change of the ranks.
+    """Every `every` local steps, update the parameters by SGD with Nesterov momentum on the ranks' mean change.
 
-    Let `a` be the parameters after the last exchange and `x` those of this rank now. Then d = mean(a - x), over the
-    pipeline; v = momentum * v + d; a = a - lr * (d + momentum * v); x = a. All ranks thus continue from bit-identical
-    parameters, also with lossy pipelines; a strongly lossy one needs memory, `error_feedback(...)`.
+    Let `a` be the parameters after the last exchange and `x` the current parameters of this rank. The pipeline computes
+    d = mean(a - x); then v = momentum * v + d; a = a - lr * (d + momentum * v); x = a. All ranks thus continue from
+    bit-identical parameters, also with lossy pipelines. Put `error_feedback(...)` around strongly lossy ones.
 
     It stores two copies of the parameters (one if `momentum` is 0); each rank has its own local optimizer state. The
-    wrong choice where the link keeps up with the gradients of every step, which train better on the same tokens.
+    wrong choice if the link is fast enough to average the gradients of every step: that trains better on the same data.
 
     Args:
-        sync: The pipeline that takes the mean of the differences.
-        every: Local steps from one exchange to the next, H; at least 1.
+        sync: The pipeline that averages the differences.
+        every: Local steps from one exchange to the next (the paper's H); at least 1.
         lr: The outer learning rate.
         momentum: The outer momentum, in [0, 1).
         nesterov: Look ahead, as above; otherwise a = a - lr * v.
@@ -119,8 +119,8 @@ class diloco(Descending):
         ValueError: An option is out of range.
 
     Source: Douillard et al., "DiLoCo", arXiv 2311.08105, Algorithm 1, with its outer optimizer. With `lr=1` and
-    `momentum=0` it is local SGD on differences, and with `every=1` as well the step of data-parallel SGD, but for the
-    rounding of a - (a - x).
+    `momentum=0` it is local SGD on differences; with `every=1` too, it is data-parallel SGD, except for the rounding of
+    a - (a - x).
 
     >>> import torch
     >>> from fnddp import allreduce

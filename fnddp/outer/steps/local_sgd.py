@@ -15,7 +15,7 @@ Levels: TypeAlias = Mapping[int, Sync] | tuple[tuple[int, Sync], ...]
 
 
 class LocalSGDState(NamedTuple):
-    """`step`: local steps, in `local_sgd` since the last average. `inner`: in `hierarchical_local_sgd` by period."""
+    """`step`: local steps (`local_sgd`: since the last average). `inner`: the pipeline's state, or states by period."""
 
     step: Replicated[int]
     inner: State
@@ -25,16 +25,16 @@ class LocalSGDState(NamedTuple):
 class local_sgd(Outer):
     """Average the parameters every `every` local steps.
 
-    It keeps no copy of the parameters. The wrong choice for lossy pipelines, which lose digits of the parameters
-    themselves: `diloco(sync, every, lr=1, momentum=0)` sends differences; and for many local steps with adaptive
-    optimizers, where `diloco` does better.
+    It stores no copy of the parameters. The wrong choice with lossy pipelines, because they round the parameters
+    themselves (`diloco(sync, every, lr=1, momentum=0)` sends differences), and for many local steps with adaptive
+    optimizers, where `diloco` trains better.
 
     Args:
         every: Local steps from one average to the next; at least 1.
         sync: The pipeline that takes the mean.
 
     Raises:
-        TypeError, ValueError: `sync` does not take the mean of every leaf in every exchange, or `every` is below 1.
+        TypeError, ValueError: `sync` does not average every leaf in every exchange, or `every` is below 1.
 
     Source: Stich, "Local SGD converges fast and communicates little", ICLR 2019, Algorithm 1.
 
@@ -63,22 +63,23 @@ class local_sgd(Outer):
 
 @outer
 class post_local_sgd(Outer):
-    """Average the parameters every `every` steps from step `start` on; until then ranks average their gradients.
+    """Average gradients until step `start`; from then on, average the parameters every `every` steps.
 
-    Synchronize gradients with `gradients`: the mean over all ranks until `start`, then `intra`, such as the mean over
-    the ranks of a node. The wrong choice where early steps cost as much as late ones: `local_sgd` saves them all.
+    Synchronize gradients with the pipeline `gradients`: `before` until `start`, then `intra`, such as the mean over the
+    ranks of a node. The wrong choice if the model also trains well without averaged gradients in early steps:
+    `local_sgd` saves their messages too.
 
     Args:
-        start: The first step, counted from 0, whose gradients are not averaged over all ranks.
-        every: Steps from one average of the parameters to the next. The first one follows step `start`, as in torch.
-        sync: The pipeline that takes the mean of the parameters.
-        before: The pipeline that takes the mean of the gradients before `start`.
-        intra: The pipeline of the gradients from `start` on: `none`, or `all_reduce("node")`, a group for each node.
+        start: The first step, counted from 0, without an average of gradients over all ranks.
+        every: Steps from one average of the parameters to the next. The first follows step `start`, as in torch.
+        sync: The pipeline that averages the parameters.
+        before: The pipeline that averages gradients before `start`.
+        intra: The pipeline of gradients from `start` on: `none`, or `all_reduce("node")`, with a group for each node.
 
     Raises:
         TypeError, ValueError: See `local_sgd`; or `start` is negative.
 
-    Source: Lin et al., "Don't use large mini-batches, use local SGD", ICLR 2020; the steps are those of torch's
+    Source: Lin et al., "Don't use large mini-batches, use local SGD", ICLR 2020. Equal to torch's
     `post_localSGD_hook` with a `PeriodicModelAverager(period=every, warmup_steps=start)`.
 
     >>> from fnddp import all_reduce
@@ -121,20 +122,20 @@ class post_local_sgd(Outer):
 class hierarchical_local_sgd(Outer):
     """Average the parameters over the group of the largest period that divides the number of steps.
 
-    `hierarchical_local_sgd({2: all_reduce("node"), 16: allreduce})`: inside a node after every second step, over all
-    ranks after every sixteenth. Parameters are then equal to the bit on the ranks of that group. The wrong choice with
-    `simulate` for pipelines with replicated state, which differs by group.
+    `hierarchical_local_sgd({2: all_reduce("node"), 16: allreduce})` averages over the ranks of a node after every
+    second step, and over all ranks after every sixteenth. Parameters are then bit-identical on the ranks of that group.
+    `simulate` refuses pipelines whose replicated state would differ between groups.
 
     Args:
-        levels: Pipelines that take the mean, by period. The one of the largest period is over all ranks.
+        levels: Pipelines that average parameters, by period. The pipeline of the largest period is over all ranks.
         start: Steps before the first average.
 
     Raises:
-        TypeError: `levels` is not a dict of pipelines that take means, by period.
-        ValueError: There are none, a period is less than 1 or occurs twice, or `start` is negative.
+        TypeError: `levels` is not a dict of averaging pipelines by period.
+        ValueError: `levels` is empty, a period is less than 1 or occurs twice, or `start` is negative.
 
-    Source: torch's `HierarchicalModelAverager(period_group_size_dict, warmup_steps)`; there steps are counted from 0,
-    so that an average follows the very first one, and here from 1.
+    Source: torch's `HierarchicalModelAverager(period_group_size_dict, warmup_steps)`. That counts steps from 0, so it
+    averages after the first step; this counts from 1.
 
     >>> from fnddp import all_reduce, allreduce
     >>> hierarchical_local_sgd({2: all_reduce("node"), 16: allreduce})

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: fragments of the model are exchanged in turn, while ranks train."""
+"""Streaming DiLoCo: ranks exchange fragments of the model in turn while they train."""
 
 import copy
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ Fragments: TypeAlias = int | tuple[str, ...]
 class StreamingDiLoCoState(NamedTuple):
     """`step`: local steps so far. `anchor`, `velocity`: see `DiLoCoState`.
 
-    `pending`: by fragment, the differences that an open exchange sends, or zeros. Empty without a delay.
+    `pending`: by fragment, the differences sent in its open exchange, or zeros if none is open. Empty without a delay.
     `inner`: the pipeline's state, by fragment.
     """
 
@@ -32,34 +32,34 @@ class StreamingDiLoCoState(NamedTuple):
 
 @outer
 class streaming_diloco(Descending):
-    """Run DiLoCo on fragments: each is exchanged once in `every` steps, at a time of its own, for `delay` steps.
+    """Run DiLoCo on fragments of the model: exchange each once every `every` steps, in turn, over `delay` steps.
 
-    The exchange of a fragment starts with the differences of one call and ends in the call `delay` steps later. With
-    `attach` its collectives overlap with the steps in between; called as a function, the step runs the whole exchange
-    where it ends, with the same numbers. `fnddp.outer.lower` prints the starts and ends.
+    The exchange of a fragment sends the differences at one call and ends `delay` calls later. With `attach`, its
+    collectives overlap with the steps in between. Without it, the whole exchange runs where it ends, with the same
+    numbers. `fnddp.outer.lower` prints the starts and ends.
 
-    After an exchange the fragment is (1 - alpha) * its anchor (equal on all ranks to the bit) + alpha * this rank's
-    parameters. With `alpha=0` the local steps in between are discarded, and the fragment is equal on all ranks. The
-    paper takes 0.5 with a delay.
+    After an exchange, the fragment is (1 - alpha) * its anchor (bit-identical on all ranks) + alpha * this rank's
+    parameters. With `alpha=0` the local steps since the start of the exchange are discarded, and the fragment is equal
+    on all ranks. The paper uses 0.5 with a delay.
 
-    It costs two copies of the parameters, and a third with a delay. The wrong choice where messages are small: each
-    fragment pays the link's latency.
+    It stores two copies of the parameters, and a third with a delay. The wrong choice if messages are small, because
+    each fragment pays the link's latency.
 
     Args:
-        sync: The pipeline that takes the mean of the differences.
-        every: Local steps from one exchange of a fragment to its next, H.
-        fragments: Number of fragments, runs of leaves in the order of their paths, of about the same size; or a pattern
-            of leaf paths for each.
+        sync: The pipeline that averages the differences.
+        every: Local steps from one exchange of a fragment to its next (the paper's H).
+        fragments: Number of fragments: consecutive leaves in the order of their paths, of about the same total size. Or
+            a sequence of patterns of leaf paths, one for each fragment.
         delay: Local steps from the start of an exchange to its end, below `every`.
         alpha: Weight of a rank's own parameters after an exchange, in [0, 1).
         lr, momentum, nesterov: Options of the outer optimizer: see `diloco`.
 
     Raises:
         TypeError: `sync` does not average every leaf, or (`init`) a leaf is an integer or a boolean.
-        ValueError: An option is out of range; in `init`: there are fewer leaves than fragments.
+        ValueError: An option is out of range, or (`init`) there are fewer leaves than fragments.
 
-    Source: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, Algorithm 2; its
-    4-bit payloads are the pipeline's: `quantize(two_shot, bits=4)`. With one fragment and no delay it is `diloco`.
+    Source: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, Algorithm 2. For its
+    4-bit payloads use `quantize(two_shot, bits=4)`. With one fragment and no delay it equals `diloco`.
 
     >>> from fnddp import quantize, two_shot
     >>> streaming_diloco(quantize(two_shot, bits=4), every=100, fragments=4, delay=5)
@@ -76,7 +76,7 @@ class streaming_diloco(Descending):
     nesterov: bool = True
 
     named = frozenset({"every", "fragments"})
-    _sizes = None  # of whole leaves, where these are shards
+    _sizes = None  # of whole leaves, if the leaves are shards
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +85,7 @@ class streaming_diloco(Descending):
         self._check_fragments()
         if self.every < self._number:
             steps = f"{self._number} fragments in every={self.every!r} steps"
-            raise ValueError(f"{owner}: {steps} leave none for some of them; take fewer fragments, or more steps")
+            raise ValueError(f"{owner}: {steps} leave some without a step; use fewer fragments, or more steps")
         if self.delay >= self.every:
             raise ValueError(f"{owner}: delay must be below every={self.every!r}, got {self.delay!r}")
 
@@ -137,7 +137,7 @@ class streaming_diloco(Descending):
         return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
 
     def _due(self, step: int) -> list[int]:
-        """Return the fragments whose exchange starts with local step `step`, counted from 1: one, or none."""
+        """Return the fragment (or none) that starts its exchange with local step `step`, counted from 1."""
         n = self._number
         return [i for i in range(n) if step > 0 and step % self.every == self.every * (i + 1) // n % self.every]
 
@@ -149,7 +149,7 @@ def _zeros(leaves: Leaves) -> Leaves:
 def divided(leaves: Leaves, fragments: Fragments, sizes: Mapping[str, int] | None = None) -> list[Leaves]:
     """Return the leaves of each fragment: runs of about the same size, or the leaves of each pattern.
 
-    `sizes` are those of whole leaves, where these are shards.
+    `sizes`: numbers of elements of whole leaves, if `leaves` are shards.
     """
     owner, leaves = "streaming_diloco", ordered(leaves)
     if not isinstance(fragments, int):

@@ -2,14 +2,14 @@
 
 Bucket i of gradients arrives in slot i. A collective of depth d is issued d slots after its bucket, and the input of
 the next round is computed from its result one slot later. So a bucket's second round is issued after the next bucket's
-first: a software pipeline, in which the wire is busy with one bucket while another is computed. Means and the next
-state come last, when all collectives are complete and the step can no longer fail on another rank. No collective needs
-them, and until then nothing is written over, and no encoding waits for a collective.
+first: a software pipeline that sends one bucket while another is computed. Means and the next state come last, after
+all collectives are complete and the step can no longer fail on another rank. No collective needs them. Until then
+nothing is overwritten, and no encoding waits for a collective.
 
-An operation on small tensors costs its call, so equal operations are put side by side for a later pass to join. Those
-of a bucket wait for its last gradient (except copies, which the CPU makes as gradients arrive: see `Segment.fills`).
-An operation on large tensors costs its pass over memory, so each runs as soon as it can, while its operands are in the
-cache, and so that the memory of its result is soon free.
+The cost of an operation on small tensors is its call, so equal operations are put next to each other for a later pass
+to join. Those of a bucket wait for its last gradient (except copies: the CPU makes them as gradients arrive, see
+`Segment.fills`). The cost of an operation on large tensors is its pass over memory, so each runs as soon as possible,
+while its operands are in the cache, and its result is soon freed.
 """
 
 import heapq
