@@ -54,7 +54,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NetworkError, match="needs root"):
         network.check_available()
     monkeypatch.setattr(shutil, "which", lambda tool: None)
-    with pytest.raises(NetworkError, match="needs ip and tc, of iproute2"):
+    with pytest.raises(NetworkError, match="needs ip and tc of iproute2"):
         network.check_available()
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(NetworkError, match="Linux network namespaces, but this is darwin"):

@@ -311,7 +311,7 @@ def test_fragments_are_runs_of_about_the_same_size():
         ("local_sgd(every=2.5)", "every must be an int"),
         ("local_sgd(every=2, sync=3)", "must be a pipeline"),
         ("post_local_sgd(start=-1, every=2)", "start must be at least 0"),
-        ("hierarchical_local_sgd({})", "at least one"),
+        ("hierarchical_local_sgd({})", "one or more"),
         ("hierarchical_local_sgd({0: allreduce})", "at least 1"),
         ("hierarchical_local_sgd({2: 3})", "must be a dict of pipelines by period"),
         ("streaming_diloco(allreduce, every=2, fragments=3)", "3 fragments in every=2 steps"),

@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="for this model"):
         attached.state = outer.local_sgd(every=2).init(parameters(model))
     attached.state = outer.diloco(allreduce, every=2).init(parameters(model))
-    with pytest.raises(ValueError, match="pass it"):
+    with pytest.raises(ValueError, match="pass the optimizer"):
         outer.attach(model, None, outer.des_loc({"params": outer.local_sgd(every=2)}))
     with pytest.raises(TypeError, match=r"outer='local_sgd\(every=2\)' is a str; expected an outer step"):
         outer.attach(model, None, "local_sgd(every=2)")  # pyright: ignore[reportArgumentType]
@@ -329,7 +329,7 @@ def test_commit_is_called_only_if_the_state_that_prepare_has_loaded_ends_an_exch
 def test_ranks_that_disagree_are_told_so(rank: int):
     with pytest.raises(fnddp.RankMismatchError, match="ranks disagree about pipeline: rank 0: diloco"):
         outer.attach(make_model(), None, outer.diloco(allreduce, every=2 + rank))
-    with pytest.raises(ValueError if rank == 1 else fnddp.RankMismatchError, match="cannot be 5 fragments"):
+    with pytest.raises(ValueError if rank == 1 else fnddp.RankMismatchError, match="cannot form 5 fragments"):
         outer.attach(make_model(), None, outer.streaming_diloco(allreduce, every=9, fragments=4 + rank))
 
 
@@ -501,7 +501,7 @@ def test_a_rank_without_a_weight_fails_the_exchange_on_all_where_it_ends(rank: i
 
 def test_tokens_are_refused_without_a_weighted_pipeline_and_given_by_attach_alone():
     _, _, attached = attached_model("diloco(allreduce, every=2)")
-    with pytest.raises(TypeError, match=r"count: diloco\(allreduce, every=2\) takes no weight; write weighted"):
+    with pytest.raises(TypeError, match=r"count: diloco\(allreduce, every=2\) takes no weight; put weighted"):
         attached.count(1)
     step = outer.parse("des_loc({'params': diloco(weighted(allreduce), every=2)})")
     assert step.takes_weight

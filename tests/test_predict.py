@@ -67,7 +67,7 @@ def test_segments_push_backward_and_hide_behind_the_wire():
     [
         (Compute(segments=(0.1,)), "seconds of 1 segments, but the plan has 4; measure this plan"),
         (Compute(segments=()), "seconds of 0 segments, but the plan has 4"),
-        (Compute(arrivals={"a": 0.1, "b": 0.2}), "no arrival of leaf 'c'; it is of another model"),
+        (Compute(arrivals={"a": 0.1, "b": 0.2}), "no arrival of leaf 'c'; it was measured for another model"),
         *(
             (
                 Compute(1.0, 0.3, {"a": 0.1, "b": when, "c": 0.3}),

@@ -151,8 +151,8 @@ def load(
         ValueError: The state is of another pipeline or other parameters, or of another number of shards.
         TypeError: There is no pipeline in `sync` or `model`.
         CheckpointException: On all ranks: a file is missing or damaged, or lacks a requested value. If some ranks have
-            read a part of it, `fnddp.DistributedDataParallel` and `register` refuse steps until a load succeeds. FSDP
-            and outer steps do not refuse: restart.
+            read a part of it, `fnddp.DistributedDataParallel`, `register` and `compress_replicas` refuse steps until a
+            load succeeds. `compress`, `compress_shards` and outer steps do not refuse: restart.
     """
     model, stepping = _given(model, optimizers)
     keeper, checkpoint = _keeper(model, sync), _checkpoint(model, sync, group)

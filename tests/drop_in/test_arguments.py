@@ -188,7 +188,7 @@ def test_mixed_precision(rank: int, options: dict[str, Any], text: str, wire: to
 def test_mixed_precision_casts_buffers_and_may_not_contradict_the_pipeline():
     dtypes = dict.fromkeys(["param_dtype", "buffer_dtype", "reduce_dtype"], torch.bfloat16)
     mixed = _MixedPrecision(**dtypes)
-    with pytest.raises(ValueError, match=r"reduce_dtype=torch.bfloat16, but the pipeline fp16\(allreduce\) says"):
+    with pytest.raises(ValueError, match=r"reduce_dtype=torch.bfloat16, but the pipeline fp16\(allreduce\) decides"):
         DDP(make_model(), sync=fp16(allreduce), mixed_precision=mixed)
     model = DDP(normed(), mixed_precision=mixed)
     assert model.module[1].running_mean.dtype == torch.bfloat16
