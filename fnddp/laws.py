@@ -278,7 +278,7 @@ def law_6_lowered_is_eager(
     grads: Grads,
     *,
     donation: Donation | None = None,
-    seed: int = 0,
+    seed: int = 0,  # of the order of gradients on each rank
     traces: Traces | None = None,
 ) -> None:
     """An engine returns the means and states of the pipeline itself, bit for bit, for any order of the gradients.
@@ -333,7 +333,7 @@ def law_7_resuming_an_engine_is_exact(
     grads: Grads,
     *,
     donation: Donation = DONATIONS[2],
-    seed: int = 0,
+    seed: int = 0,  # of the order of gradients on each rank
     traces: Traces | None = None,
 ) -> None:
     """An engine that starts from the saved state of another continues with bitwise the same results."""

@@ -52,7 +52,7 @@ class Key:
 
 
 class Layer(NamedTuple):
-    """A codec in an exchange: if it draws random numbers, `step` counts its exchanges."""
+    """A codec in an exchange, with its seed. If it draws random numbers, `step` counts its exchanges."""
 
     codec: Any
     seed: int = 0

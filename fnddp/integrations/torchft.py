@@ -234,8 +234,8 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
     If a replica dies, is slower than the timeouts, or raises in its backward, the step ends on the others without an
     error: `should_commit()` is False, and gradients, parameters, optimizer and the pipeline's state are unchanged. The
     next step runs on the remaining replicas. A replica that joins gets the pipeline's replicated state from another
-    one, along with the manager's `state_dict` (it must contain the model's parameters and the optimizer); local state, such
-    as residuals, starts from zero.
+    one, along with the manager's `state_dict` (it must contain the model's parameters and the optimizer). Local state,
+    such as residuals, starts from zero.
 
     The wrong choice if replicas never die: each step asks for a quorum, and keeps the old state until it is committed.
 

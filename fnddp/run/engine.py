@@ -47,7 +47,7 @@ MAX_PHASES = 8  # plans kept: few phases suffice, unless each plan holds for one
 def delegated(path: str) -> Any:
     """Return a property that reads and writes the attribute at a dotted `path`."""
     *owner, name = path.split(".")
-    return property(attrgetter(path), lambda self, value: setattr(reduce(getattr, owner, self), name, value))
+    return property(attrgetter(path), lambda self, value: setattr(reduce(getattr, owner, self), name, value), doc="")
 
 
 class Engine:
