@@ -66,7 +66,7 @@ class post_local_sgd(Outer):
     """Average the parameters every `every` steps from step `start` on; until then ranks average their gradients.
 
     Synchronize gradients with `gradients`: the mean over all ranks until `start`, then `intra`, such as the mean over
-    the ranks of a node. The wrong choice where early steps cost as much as late ones: `local_sgd` saves them all.
+    the ranks of a node. The wrong choice if the first steps must save communication, too: use `local_sgd`.
 
     Args:
         start: The first step, counted from 0, whose gradients are not averaged over all ranks.
