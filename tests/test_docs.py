@@ -132,11 +132,16 @@ def test_commands_of_pages_are_for_any_user() -> None:
     assert [page for page in PAGES if any("sudo" in block.text for block in fenced(page.read_text()))] == []
 
 
-def test_first_blocks_fit_eighty_columns() -> None:
-    """Of the pages that users begin with: wider ones are cut in a window of 1280 pixels."""
-    for name in ("README.md", *(f"docs/{page}.md" for page in ("index", "quickstart", "ddp", "fsdp", "owners"))):
-        first = next(block for block in fenced((ROOT / name).read_text()) if block.language == "python")
-        assert max(map(len, first.text.splitlines())) <= 80, name
+def test_first_blocks_fit_a_window_of_1280_pixels() -> None:
+    """In pages that are written by hand; a browser cuts longer lines. Users begin with those of 80 columns."""
+    for page in PAGES:
+        name = page.relative_to(ROOT).as_posix()
+        if name in ("README.md", *(f"docs/{each}.md" for each in ("index", "quickstart", "ddp", "fsdp", "owners"))):
+            first = next(block for block in fenced(page.read_text()) if block.language == "python")
+            assert max(map(len, first.text.splitlines())) <= 80, name
+        first = next((block for block in fenced(page.read_text()) if block.language != "text"), None)
+        if first is not None and page.parent.name == "docs":
+            assert max(map(len, first.text.splitlines())) <= 87, name
 
 
 def test_one_line_installs_it() -> None:

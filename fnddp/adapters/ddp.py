@@ -263,10 +263,10 @@ def register(
 
     All ranks must call it. An error on one rank ends the step on all: that rank's `backward()` raises it, and the
     others' raise `StepFailedError`. The state is then unchanged, and `.grad` holds each rank's own gradients; clear
-    them and continue. If the other ranks cannot be notified of an error (a collective failed, a rank died, or the
-    pipeline runs a hook), this rank refuses further steps, and the ranks that wait for it fail when it exits or when
-    the process group's timeout is over. An error in the rest of backward is reported when the model is called again;
-    DDP then refuses further steps on that rank.
+    them and continue. If the others cannot be notified of an error (on a GPU, a collective failed, a rank died, or the
+    pipeline has a `from_hook`), this rank refuses further steps, and ranks that wait for it fail when it exits or when
+    the process group's timeout is over. An error of backward outside the hook reaches them when the model is called
+    again; DDP then refuses further steps on that rank.
 
     Args:
         model: The wrapped module.

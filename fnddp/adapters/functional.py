@@ -49,11 +49,11 @@ def value_and_grad(
     backward continues. The results are those of `sync(torch.func.grad(loss_fn)(params), state)`. Within torch.compile,
     another torch.func transform or torch.inference_mode, that expression itself runs.
 
-    Start with `state = sync.init(params)`. Call `fnddp.verify(sync, params, state)` once to raise an error if ranks
-    disagree. The wrong choice for a module with buffers that change in `forward` (BatchNorm): return them as `aux`, or
-    use `DistributedDataParallel`.
+    Start with `state = sync.init(params)` (of a text: `fnddp.parse(text).init`), and call `fnddp.verify(sync, params,
+    state)` once, to check that ranks agree. The wrong choice if `forward` changes buffers (BatchNorm): return them as
+    `aux`, or use `DistributedDataParallel`.
 
-    An error on one rank ends the step on all: that rank raises it, the others `StepFailedError`. The next call works.
+    On CPUs an error on one rank ends the step on all: the others raise `StepFailedError`. On GPUs see docs/gpu.md.
 
     Args:
         loss_fn: `loss_fn(params, *batch) -> loss`, a scalar tensor, or `(loss, aux)` with `has_aux`.
@@ -64,12 +64,12 @@ def value_and_grad(
             `docs/functional.md`. With a backend, a pipeline that cannot be lowered is an error.
 
     Returns:
-        `f(params, state, *batch, **kwargs) -> (value, grads, state)`. `params` is any pytree of floating-point tensors;
-        `value` is this rank's own loss, or `(loss, aux)`. `grads` is the mean over ranks, with the tree of `params`:
+        `f(params, state, *batch, **kwargs) -> (value, grads, state)`. `params`: a pytree of real or complex tensors;
+        `value`: this rank's own loss, or `(loss, aux)`; `grads`: the mean over ranks, with the tree of `params`,
         zero for parameters that do not affect the loss, None where the pipeline has no update in this step.
 
     Raises:
-        TypeError: At the call: a leaf of `params` is not floating-point or complex, or the loss is not a scalar tensor.
+        TypeError: `sync` is `weighted`. At the call: a leaf is not floating-point or complex, or the loss no scalar.
         ValueError: At the call: a leaf or its gradient is sparse.
         RuntimeError: At the call: `loss_fn` uses a reentrant activation checkpoint, or another custom autograd function
             with a nested backward that reaches a parameter; `loss_fn` calls `backward()` on parameters, or another

@@ -587,9 +587,9 @@ def own(
 
     The optimizer keeps its groups, rates and schedules. A leaf has no gradient, and so no state, on ranks that do not
     own it. `torch.nn.utils.clip_grad_norm_` of the model's parameters works unchanged. All ranks must call the same
-    steps, clips and checkpoints. Optimizers that mix leaves (a norm over all of them, blocks of several leaves, L-BFGS)
-    give wrong results, because each rank has only its own leaves. Those that take norms of single leaves (LAMB, LARS,
-    Adafactor, Muon) are correct, because their leaves are never cut: each has one owner.
+    steps, clips and checkpoints. Optimizers that mix leaves (a norm over all of them, blocks of several leaves) give
+    wrong results, because each rank has only its own leaves; L-BFGS is refused. Those that take norms of single leaves
+    (LAMB, LARS, Adafactor, Muon) are correct: their leaves are never cut.
 
     The wrong choice for a small state on a fast link, because a step waits for two hops. If FSDP2 shards the model, its
     optimizer holds shards already: use `fnddp.integrations.fsdp.own_matrices`.
@@ -609,14 +609,13 @@ def own(
             elements; for Muon, rows x columns x the smaller of both. Balanced per optimizer, costliest leaf first.
         cut: Let several ranks own rows of a leaf of 16,384 elements or more, if the optimizer is one of torch's that
             update each element by itself.
-        bucket_cap_mb: See `DistributedDataParallel`; for both hops. None for 25 MiB, or half as much for each rank if
-            that is more: rows for owners are padded to the longest in a bucket.
+        bucket_cap_mb: See `DistributedDataParallel`; for both hops. None for 25 MiB, or 12.5 MiB times the number of
+            ranks if that is more: owners' rows are padded to a bucket's longest.
         **options: Further arguments of `DistributedDataParallel`.
 
     Raises:
         RankMismatchError: On all ranks, if they disagree about optimizers, parameters or pipelines.
-        TypeError: The model is wrapped or sharded already; a pipeline does not fit its hop; an optimizer evaluates
-            closures.
+        TypeError: The model is wrapped or sharded; a pipeline does not fit its hop; L-BFGS; `step` gets a closure.
         ValueError: A parameter is in no optimizer, or in two, or is not the model's; a cost is negative or not finite;
             an optimizer has loaded the state of another rank's leaves, or a state of other shapes.
 

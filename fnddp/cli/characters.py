@@ -37,7 +37,7 @@ def text() -> str:
 
 
 def characters() -> Tensor:
-    """Return the number of each character of `text()`."""
+    """Return `text()` as a tensor of character ids."""
     written = text()
     place = {symbol: i for i, symbol in enumerate(sorted(set(written)))}
     return torch.tensor([place[symbol] for symbol in written])

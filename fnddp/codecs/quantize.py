@@ -16,14 +16,14 @@ from fnddp.kernels.operator import operator, takes_operators
 
 @transform
 class quantize(Codec):
-    """Round each element to one of 2 ** bits - 1 evenly spaced levels, up to the largest magnitude of its block.
+    """Round each element to one of 2 ** bits - 1 even levels in [-s, s], s the largest magnitude of its block.
 
     Rounding to nearest is biased by at most half a level: below 8 bits, wrap it in `error_feedback`. Stochastic
     rounding is unbiased and has a larger error. The wrong choice for blocks with few large elements, because the others
     round to zero. Smaller blocks help; each adds a scale of 32 bits.
 
     Args:
-        inner: The carrier of the payloads, or a codec for the scales: `quantize(bf16(two_shot))`.
+        inner: `two_shot` or `allgather`, also within a cast of the scales: `bf16(two_shot)`.
         bits: 8, 4 or 2. Below 8, several elements share a byte.
         block: Number of elements that share a scale, a multiple of 8 / bits. None for a row: a leaf, or a rank's part
             of it.

@@ -46,7 +46,7 @@ class Key:
         return random.uniform(shape, name=self.name, seed=self.seed, step=self.step, rank=self.rank, device=like.device)
 
     def integers(self, shape: tuple[int, ...], bits: int, like: Tensor) -> Tensor:
-        """Return integers in [0, 2 ** bits), in int32, on the device of `like`; they differ between ranks."""
+        """Draw integers in [0, 2 ** bits), in int32, on the device of `like`; they differ between ranks."""
         name, seed, step, rank = self.name, self.seed, self.step, self.rank
         return random.integers(shape, bits=bits, name=name, seed=seed, step=step, rank=rank, device=like.device)
 

@@ -75,7 +75,7 @@ def integers(
 
 
 def lots(n: int, *, name: str, seed: int, step: Any, device: torch.device | None = None) -> Tensor:
-    """Return `n` different numbers in int32, in random order: the indices of the largest k are k random indices.
+    """Draw `n` distinct int32 numbers, equal on all ranks: the indices of the largest k are k random indices.
 
     The hash is a bijection (shifts by half a word and odd factors have inverses), so up to 2 ** 32 numbers have no
     ties. (Devices would break ties differently.)

@@ -338,7 +338,7 @@ def _leave_out_unsaved(state: Mapping[str, Any], saved: Collection[str]) -> None
 
 
 def _without_state(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers without state: torch gives them one by a zero-length step when it saves or loads."""
+    """Return the optimizers without state: torch creates it by a step with lr=0 when it saves or loads."""
     return [each for each in optimizers if not each.state]
 
 

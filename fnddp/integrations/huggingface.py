@@ -81,7 +81,7 @@ class Pipelines:
                     )
 
     def load(self, models: Sequence[nn.Module], folder: str) -> None:
-        """Read the files of `save`, in `accelerator.load_state`; another number of ranks divides local state."""
+        """Read the files of `save`, in `accelerator.load_state`; divide local state among the current ranks."""
         for name, handle in self._named(models):
             if self._resets:
                 handle.reset_sync()

@@ -46,11 +46,11 @@ class PlanData:
         buckets: The bucket of each leaf, in the order in which gradients are expected.
         means: The name of the mean of each leaf.
         state: The name of each part of the next state, or a number.
-        following: Function of the arguments of `phase.holds` that returns the counters of the next step.
-        overwrites: Leaves with gradients that a step writes over.
-        overwrites_state: Positions of the parts of the state that are written over.
-        results: Leaves with means in separate, persistent memory.
-        memories: Names, by leaf, of memory that may hold the next step's mean.
+        following: Function that takes the arguments of `phase.holds` and returns the next step's counters.
+        overwrites: Leaves whose gradients a step overwrites.
+        overwrites_state: Positions of the parts of the state that it overwrites.
+        results: Leaves whose means have separate, persistent memory.
+        memories: By leaf, the name of memory that may hold the next step's mean.
         constants: Tensors that belong to the pipeline itself.
         peak_bytes: Peak memory of a step in addition to its gradients and state: buffers of collectives, temporaries,
             and results.

@@ -193,8 +193,8 @@ def bf16(inner: Sync, *, check: bool = False) -> Sync: ...
 def bf16(inner: Sync, *, check: bool = False) -> Sync:
     """Return `cast(inner, torch.bfloat16)`: half the bytes, 8 bits of precision, the range of float32.
 
-    The wrong choice for large world sizes without error feedback, because sums are rounded to 8 bits as well. `check`
-    is that of `cast`.
+    The wrong choice for many ranks, except around a carrier: sums are rounded to 8 bits, unseen by error feedback.
+    `check`: see `cast`.
 
     >>> from fnddp import allreduce
     >>> bf16(allreduce)({"w": torch.tensor([1.0, 1e30])}, ())[0]

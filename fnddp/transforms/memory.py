@@ -139,7 +139,7 @@ class error_feedback(Memory):
         residual: "float32" (float64 for float64 gradients), or "int8": about 1 byte of memory an element instead of 4,
             with a scale for each block of at most 128. Each step then loses up to half a level of each element for
             good, 1/254 of the largest residual in its block; an element that stays smaller is never sent. The wrong
-            choice around codecs that hold few elements back for long (`topk`).
+            choice around `topk`: most elements wait for many steps.
 
     Source: Seide et al., "1-Bit SGD", Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2. The residual is
     local as in PowerSGD, NeurIPS 2019, Algorithm 2 (torch's hook keeps `input - mean`; its norm grows). The int8

@@ -39,7 +39,7 @@ class PowerSGDState(NamedTuple):
 
 @transform
 class powersgd(Sync):
-    """Send each matrix M as two thin ones, P = M Q and Q = M^T P_hat (P_hat: a basis of mean P); return P_hat Q^T.
+    """Send each matrix M as thin P = M Q_last and Q = M^T P_hat (P_hat: a basis of mean P); return P_hat Q^T.
 
     A leaf of shape `[n, ...]` is the matrix `[n, m]`; it costs (n + m) * rank elements instead of n * m. Vectors,
     scalars, integers, and leaves that would not shrink by more than `min_compression_rate` are sent whole, with P in

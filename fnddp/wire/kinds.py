@@ -162,7 +162,7 @@ class Kind:
 
 
 def gather_call(receive: Tensor, send: Tensor, group: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return a method and its arguments, as `Kind.call`, for a gather of a few bytes into the rows of `receive`."""
+    """Return the method and arguments that all-gather a few bytes into the rows of `receive`: see `Kind.call`."""
     return group.allgather, ([list(receive)], [send], _options(_c10d.AllgatherOptions()))
 
 

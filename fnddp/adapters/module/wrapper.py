@@ -54,10 +54,10 @@ class DistributedDataParallel(TorchNames):
     As with torch's class, only gradients that a backward accumulates in the wrapped parameters are synchronized.
     `torch.autograd.grad` and `torch.func` return this rank's own gradients; use `value_and_grad` in functional loops.
 
-    `isinstance` checks for torch's class pass. Its other arguments are accepted without effect: unused parameters are
-    always found, and the plan orders copies and collectives. All ranks must construct it. If backward raises on one
-    rank, the step fails on all: the others raise `StepFailedError` when that rank uses the module again, or
-    `CollectiveError` when it exits or times out. They do not notice an error in forward or loss, before any gradient.
+    `isinstance` checks for torch's class pass. `static_graph` is checked; torch's arguments not listed below have no
+    effect. All ranks must construct it. If backward raises on one rank, the step fails on all (on GPUs: docs/gpu.md):
+    the others raise `StepFailedError` when that rank uses the module again, or `CollectiveError` when it exits or times
+    out. They do not notice an error in forward or loss that the rank catches.
 
     Args:
         module: The module. Its parameters and buffers are made equal to the first rank's.
@@ -83,7 +83,7 @@ class DistributedDataParallel(TorchNames):
 
     Raises:
         RankMismatchError: On all ranks, if they disagree about the pipeline or the parameters.
-        RuntimeError: No parameter requires a gradient, or one has no shape yet; both a group and a mesh are given.
+        RuntimeError: No parameter requires a gradient, or one is uninitialized; both a group and a mesh are given.
         ValueError: Devices do not fit the module; `mixed_precision` contradicts the pipeline.
 
     >>> from fnddp import fp16
@@ -246,14 +246,14 @@ class DistributedDataParallel(TorchNames):
 
     @contextmanager
     def weight(self, count: float) -> Generator[None]:
-        """Weight this rank's gradients by `count` in the means of backwards that begin in the block, for `weighted`.
+        """Weight this rank's gradients by `count`, in backwards that begin in the block. For `weighted` pipelines.
 
         If the loss is a mean over this many tokens, `with model.weight(tokens): loss.backward()` gives the gradient of
         the mean over the tokens of all ranks. After `no_sync` the weight holds for all accumulated gradients. A
         submodule that is wrapped itself has its own `weight`.
 
         Args:
-            count: Number of samples or tokens. It may be 0, but not on all ranks; such a gradient may even be NaN.
+            count: Number of samples or tokens. With 0 the gradient is left out, even if NaN; not 0 on all ranks.
 
         Raises:
             TypeError: The pipeline is not `weighted`.

@@ -76,7 +76,7 @@ class RankWeight:
 class Reductions:
     """The reductions of a model's gradients in consecutive backwards; `states` are those after the last success.
 
-    Those of one backward are a `Reduction`, a part of a step: of a step without leaves, or of `compress_replicas`.
+    Those of one backward are a `Reduction`: part of the step of `compress_replicas`, or of a step that only votes.
 
     Attributes:
         takes_weight: True if the pipeline of gradients is `weighted`.

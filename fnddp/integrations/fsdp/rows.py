@@ -30,7 +30,7 @@ class Rows:
     apart: bool = False  # True to encode each parameter by itself
 
     def pack(self, leaves: Leaves) -> Tensor:
-        """Return the buffer of whole parameters or gradients."""
+        """Return the buffer `[n, width]` of whole `leaves`."""
         parts = {name: layout.in_rows(leaves[name].movedim(dim, 0), self.n) for name, dim in self.dims.items()}
         return torch.cat([part.movedim(1, 1 + self.dims[name]).flatten(1) for name, part in parts.items()], 1)
 

@@ -222,13 +222,13 @@ def compress_shards(model: nn.Module, gradients: Pipeline = None, weights: Pipel
     Shard the model with `fully_shard`, then call this, before the first forward. It replaces FSDP's reduce-scatter of
     the gradients of a group of parameters by the first half of `two_shot`: each rank receives its row from all others,
     encoded by `gradients`, and adds in float32, in rank order. Where FSDP gathers weights, each rank sends its shard
-    encoded by `weights`. Means, shards, the optimizer and checkpoints of the model are those of FSDP.
+    encoded by `weights`. Shards, optimizer and model checkpoints stay as FSDP makes them.
 
     The wrong choice on links that are faster than a codec, such as NVLink; and for PowerSGD, because it needs whole
     matrices: compress between replicas then, with `compress_replicas`.
 
     Args:
-        model: A model after `fully_shard`, also of the model as a whole.
+        model: A model after `fully_shard(model)`, not only of its parts.
         gradients: `two_shot` with codecs around it, or its text: `"bf16(two_shot)"`, `"quantize(two_shot, bits=4)"`
             (ZeRO++'s qgZ). `error_feedback` around them keeps a float32 residual of the whole gradients on each rank,
             and two during a backward. `weighted` as the outermost is for means over tokens: see `Shards.weight`. None

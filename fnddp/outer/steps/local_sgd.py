@@ -66,8 +66,7 @@ class post_local_sgd(Outer):
     """Average gradients until step `start`; from then on, average the parameters every `every` steps.
 
     Synchronize gradients with the pipeline `gradients`: `before` until `start`, then `intra`, such as the mean over the
-    ranks of a node. The wrong choice if the model also trains well without averaged gradients in early steps:
-    `local_sgd` saves their messages too.
+    ranks of a node. The wrong choice if the first steps must save communication, too: use `local_sgd`.
 
     Args:
         start: The first step, counted from 0, without an average of gradients over all ranks.
