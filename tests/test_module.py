@@ -119,7 +119,7 @@ def test_transforms_of_torch_func_are_of_this_rank_alone_or_say_what_to_write(ra
         lambda: torch.func.jacrev(loss)(params, x),
     ):
         with pytest.raises(
-            RuntimeError, match=r"0.weight, .* cannot synchronize such gradients; use fnddp.value_and_grad"
+            RuntimeError, match=r"0.weight, .* such gradients cannot be synchronized; use fnddp.value_and_grad"
         ):
             transform()
     want = torch.func.grad(lambda p: loss_of(torch.func.functional_call(plain, p, x)))(alone)
@@ -372,7 +372,9 @@ def test_a_rank_that_alone_sets_the_pipeline_raises_an_error_that_names_the_call
     model = wrapped(process_group=dist.new_group(timeout=timedelta(seconds=2)))
     require_mean(model, rank, 2)
     if rank == 0:
-        with pytest.raises(CollectiveError, match=r"sync='bf16\(allreduce\)' could not compare .* All ranks must make this call"):
+        with pytest.raises(
+            CollectiveError, match=r"sync='bf16\(allreduce\)' could not compare .* All ranks must make this call"
+        ):
             model.sync = "bf16(allreduce)"
         assert model.sync.over(None) == allreduce
     dist.barrier()

@@ -190,8 +190,8 @@ class Checkpoint:
     def _unfitting(self, saved: Mapping[str, Any], why: str) -> ValueError:
         return ValueError(
             f"the checkpoint has the state of {saved[self._prefix + _PIPELINE]}, which does not fit "
-            f"{self._owner.sync.over(None)} for this model: {why}; to continue with this state, use that pipeline; "
-            f"otherwise {BEGIN_ANEW}"
+            f"{self._owner.sync.over(None)} for this model: {why}; use that pipeline to continue with its state, or "
+            f"{BEGIN_ANEW}"
         )
 
 

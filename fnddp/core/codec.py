@@ -115,9 +115,8 @@ def _require_rows(codec: Any, parts: Any, x: Tensor) -> None:
             raise TypeError(f"{codec!r}: encode must return a dict of tensors by name, got {got}")
         if part.shape[: x.ndim - 1] != x.shape[:-1]:
             raise ValueError(
-                f"{codec!r}: encode must return tensors with a first dimension of rows, but for input of shape "
-                f"{tuple(x.shape)} it returned {name!r} of shape {tuple(part.shape)}; reduce each row: "
-                "x.abs().amax(-1, keepdim=True)"
+                f"{codec!r}: encode must return tensors of rows, but for input of shape {tuple(x.shape)} it returned "
+                f"{name!r} of shape {tuple(part.shape)}; reduce each row: x.abs().amax(-1, keepdim=True)"
             )
 
 

@@ -263,9 +263,7 @@ class FnddpTrainerMixin:
         """Prepare the Trainer's accelerator before it wraps anything."""
         super().create_accelerator_and_postprocess()  # pyright: ignore[reportAttributeAccessIssue]
         if self.args.n_gpu > 1:
-            raise TypeError(
-                f"{type(self).__name__}: {self.args.n_gpu} GPUs in one process; use torchrun, with a process for each"
-            )
+            raise TypeError(f"{type(self).__name__}: {self.args.n_gpu} GPUs in one process; use one each (torchrun)")
         self.pipelines = prepare(self.accelerator, self._sync, reset_sync=self._resets_sync)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

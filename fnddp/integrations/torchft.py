@@ -95,8 +95,7 @@ class ManagerWire(Elastic):
             )
         if self._manager._replica_world_size_mode.name != "DYNAMIC":
             raise ValueError(
-                "ManagerWire: the manager has spares, and the mean would include their gradients; remove "
-                "world_size_mode"
+                "ManagerWire: the manager has spares, whose gradients the mean would include; remove world_size_mode"
             )
 
     def __eq__(self, other: object) -> bool:
@@ -515,8 +514,7 @@ def _require_elastic(sync: Sync, grads: Leaves) -> None:
         path = next(path for path in [*two, *three] if two.get(path) != three.get(path))
         raise ValueError(
             f"{sync!r}: {path!r} of its state is {two.get(path)} for two replicas and {three.get(path)} for three, so "
-            "it cannot continue when one leaves; use one whose state has a constant shape (two_shot without "
-            "server_memory)"
+            "it cannot continue when one leaves; use one with a fixed shape (two_shot without server_memory)"
         )
 
 

@@ -87,8 +87,7 @@ class OuterCheckpoint(Checkpoint):
         if set(saved[_PARTS]) != set(mine[_PARTS]):
             raise ValueError(
                 f"the checkpoint has the state of {saved[_OUTER]}, which does not fit {mine[_OUTER]} for this model: "
-                f"{differing(saved[_PARTS], mine[_PARTS])}; to continue with this state, use that step; otherwise "
-                f"{BEGIN_ANEW}"
+                f"{differing(saved[_PARTS], mine[_PARTS])}; use that step to continue, or {BEGIN_ANEW}"
             )
 
     def prepare(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:

@@ -70,8 +70,8 @@ class hierarchical(Sync):
     >>> hierarchical(fp16(allreduce)).init({"w": torch.ones(3, 2)})
     Traceback (most recent call last):
         ...
-    ValueError: hierarchical: fp16(allreduce) must reduce across nodes, over another group than the default one, because
-    the ranks of that group have different shards; name it, hierarchical(fp16(allreduce).over(across), intra=inside)
+    ValueError: hierarchical: fp16(allreduce) must reduce across nodes, over another group than the default one, whose
+    ranks have other shards; name it, hierarchical(fp16(allreduce).over(across), intra=inside)
     """
 
     inner: Sync
@@ -176,9 +176,8 @@ class hierarchical(Sync):
         for group in across & {None, inside}:
             which = "the default one" if group is None else f"{group!r}, that inside the node"
             raise ValueError(
-                f"hierarchical: {self.inner!r} must reduce across nodes, over another group than {which}, because the "
-                "ranks of that group have different shards; name it, "
-                f"hierarchical({self.inner.over(None)!r}.over(across), intra=inside)"
+                f"hierarchical: {self.inner!r} must reduce across nodes, over another group than {which}, whose ranks "
+                f"have other shards; name it, hierarchical({self.inner.over(None)!r}.over(across), intra=inside)"
             )
 
 

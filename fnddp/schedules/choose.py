@@ -41,7 +41,7 @@ class partition(Sync):
     >>> sync.init({"fc.weight": torch.ones(2, 2)})
     Traceback (most recent call last):
         ...
-    ValueError: partition: pattern '*.bias' gets none of the leaves ['fc.weight']; correct it, move it up, or remove it
+    ValueError: partition: pattern '*.bias' gets none of the leaves ['fc.weight']; correct, move or remove it
     """
 
     rules: Mapping[str, Sync] | tuple[tuple[str, Sync], ...]
@@ -115,8 +115,7 @@ def split_by_pattern(owner: str, leaves: Leaves, patterns: Mapping[str, re.Patte
     for pattern, part in parts.items():
         if leaves and not part:  # on a tree without leaves no pattern matches
             raise ValueError(
-                f"{owner}: pattern {pattern!r} gets none of the leaves {list(leaves)}; correct it, move it up, or "
-                "remove it"
+                f"{owner}: pattern {pattern!r} gets none of the leaves {list(leaves)}; correct, move or remove it"
             )
     return parts
 

@@ -201,9 +201,7 @@ class Simulation:
             return None
         given = [Weight.of(each) for each in ([None] * self.world_size if weight is None else weight)]
         if len(given) != self.world_size:
-            raise ValueError(
-                f"simulate: weight must have one entry for each of {self.world_size} ranks, got {len(given)}"
-            )
+            raise ValueError(f"simulate: weight needs one entry for each of {self.world_size} ranks, got {len(given)}")
         require_weights(given)
         return torch.tensor([each.number for each in given], dtype=torch.float64)
 

@@ -628,9 +628,8 @@ def _chosen_hops(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
 def _require_mean(sync: Sync) -> None:
     if named := [group for group in sync.groups or () if group is not None]:
         raise ValueError(
-            f"tune: {sync!r} reduces over process group {sorted(named)[0]!r}, but tune's virtual ranks form one "
-            "group; remove the group, or cost the pipeline with lower(sync, params, "
-            "world_size={...}).predict(link, compute)"
+            f"tune: {sync!r} reduces over process group {sorted(named)[0]!r}, but tune's virtual ranks form one group; "
+            "remove it, or cost the pipeline with lower(sync, params, world_size={...}).predict(link, compute)"
         )
     if not sync.ops:
         raise ValueError(f"tune: {sync!r} exchanges nothing, so ranks would train independently; add a reducer")

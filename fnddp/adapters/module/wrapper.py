@@ -376,10 +376,9 @@ class DistributedDataParallel(TorchNames):
         others = {name: t for name, t in tensors.items() if t is not known[name]}
         if differentiated := [name for name, t in others.items() if torch_private.is_differentiated(t)]:
             raise RuntimeError(
-                f"{OWNER}: torch.func differentiates with respect to {', '.join(differentiated)}, and this class "
-                "cannot synchronize such gradients; use fnddp.value_and_grad, or differentiate model.module and "
-                "synchronize the result: grads, state = sync(grads, state). For this rank's gradients, use "
-                "model.no_sync()"
+                f"{OWNER}: torch.func differentiates with respect to {', '.join(differentiated)}, and such gradients "
+                "cannot be synchronized; use fnddp.value_and_grad, or differentiate model.module and synchronize the "
+                "result: grads, state = sync(grads, state). For this rank's gradients, use model.no_sync()"
             )
         if replaced := [name for name, t in others.items() if isinstance(t, nn.Parameter) and t.requires_grad]:
             raise RuntimeError(

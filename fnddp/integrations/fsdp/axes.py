@@ -156,8 +156,7 @@ def plan_axes(
             if (first := owner.setdefault(path, name)) != name:
                 raise ValueError(
                     f"plan_axes: groups {first!r} and {name!r} both have a parameter {path!r}; name each as "
-                    "model.named_parameters() does, such as layer.named_parameters('layers.0') for the group "
-                    "'layers.0'"
+                    "model.named_parameters() does, as in layer.named_parameters('layers.0') for the group 'layers.0'"
                 )
     n = sizes["shards"]
     of_gradients, of_weights = fitting("gradients", gradients), fitting("weights", weights)

@@ -155,9 +155,7 @@ def divided(leaves: Leaves, fragments: Fragments, sizes: Mapping[str, int] | Non
     if not isinstance(fragments, int):
         return list(split_by_pattern(owner, leaves, compiled_patterns(fragments)).values())
     if len(leaves) < fragments:
-        raise ValueError(
-            f"{owner}: {len(leaves)} leaves cannot form {fragments} fragments; use fewer: leaves stay whole"
-        )
+        raise ValueError(f"{owner}: {len(leaves)} leaves cannot form {fragments} fragments; use fewer")
     sizes = {path: leaf.numel() for path, leaf in leaves.items()} if sizes is None else sizes
     runs: list[Leaves] = []
     paths, left = list(leaves), sum(sizes[path] for path in leaves)
