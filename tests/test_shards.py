@@ -1,6 +1,5 @@
 """Codecs on what FSDP2 sends between shards, on gloo ranks, against FSDP2 itself and one process with all batches."""
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-import fnddp
 from fnddp import Link, RankMismatchError, StepFailedError, WireCounter
 from fnddp.integrations.checkpoint import load, save
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards, plan_axes
@@ -254,20 +252,6 @@ def test_backward_finds_the_differences_of_its_forward(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_block_of_no_sync_within_another_does_not_end_it(rank: int) -> None:
-    x, y = batches(2)
-    ours = sharded()
-    handle = compress_shards(ours, "two_shot")
-    with handle.no_sync():
-        with handle.no_sync():
-            loss(ours, x).backward()
-        loss(ours, y).backward()
-        assert handle.steps == 0
-    loss(ours, x).backward()
-    assert handle.steps == 1
-
-
-@on_ranks(2)
 def test_compress_after_an_evaluation(rank: int) -> None:
     """Such as an evaluation before training, after which FSDP leaves the model's own weights whole."""
     (x,) = batches(1)
@@ -444,57 +428,11 @@ def test_pipelines_without_weights_are_refused_where_they_are_needed(rank: int) 
         compress_shards(sharded(), "two_shot").weight(3).__enter__()
 
 
-@on_ranks(2)
-def test_a_step_that_failed_ends_with_a_backward_that_breaks_off(rank: int) -> None:
-    """Although its error has frames, which nobody collects here, in which the step was."""
-    model = sharded()
-    handle = compress_shards(model, "quantize(two_shot)")
-    first, second = batches(2)
-
-    def odd(*_: Any) -> Any:
-        raise ValueError("odd")
-
-    broken = first.requires_grad_()
-    broken.register_hook(odd)
-    gc.disable()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fnddp.quantize, "encode", odd)
-            with pytest.raises(ValueError, match="odd"):
-                loss(model, broken).backward()
-        model.zero_grad()
-        loss(model, second).backward()
-        assert handle.steps == 1
-    finally:
-        gc.enable()
-
-
 ALL_AXES = {
     "gradients": "error_feedback(quantize(two_shot, bits=4, rounding='stochastic'))",
     "weights": "quantize(allgather)",
     "replicas": "error_feedback(powersgd(bf16(allreduce), rank=1))",
 }
-
-
-@on_ranks(2)
-def test_other_pipelines_begin_anew_where_it_is_asked_for(rank: int, tmp_path: Path) -> None:
-    mesh = meshes(1, 2)
-    model = sharded(mesh["shard"])
-    handle = compress(model, mesh, **ALL_AXES)
-    train(model, batches(3), optimizer=torch.optim.AdamW(model.parameters()))
-    save(tmp_path, model, sync=handle)
-    others = {**ALL_AXES, "gradients": "bf16(two_shot)"}
-    resumed = sharded(mesh["shard"], seed=1)
-    again = compress(resumed, mesh, **others)
-    initial = fnddp.state_dict(again.sync_state)
-    train(resumed, batches(1))
-    with pytest.raises(ValueError, match="reset_sync=True"):
-        load(tmp_path, resumed, sync=again)
-    load(tmp_path, resumed, sync=again, reset_sync=True)
-    assert torch.equal(local(resumed), local(model))
-    for key, value in fnddp.state_dict(again.sync_state).items():
-        assert torch.equal(torch.as_tensor(value), torch.as_tensor(initial[key]))
-    train(resumed, batches(1))
 
 
 @on_ranks(2)
@@ -585,18 +523,6 @@ def test_an_error_of_one_rank_before_training_is_one_on_all_axes(rank: int) -> N
             attempt()
     with pytest.raises(RankMismatchError, match="rank 2: two_shot; rank 3: bf16" if rank > 1 else "rank [23]: .*ranks"):
         compress(sharded(mesh["shard"]), mesh, gradients="bf16(two_shot)" if rank == 3 else "two_shot")
-
-
-@pytest.mark.thorough
-@on_ranks(4)
-def test_replicas_that_set_another_counter_are_told_so_on_all_ranks(rank: int) -> None:
-    mesh = meshes(2, 2)
-    handle = compress(sharded(mesh), mesh, gradients="quantize(two_shot, rounding='stochastic')")
-    before = fnddp.state_dict(handle.sync_state)
-    later = {key: value + (1 + rank // 2) * key.startswith("replicated") for key, value in before.items()}
-    with pytest.raises(RankMismatchError, match="ranks disagree about state"):
-        handle.sync_state = fnddp.load_state_dict(handle.sync_state, later)
-    assert fnddp.state_dict(handle.sync_state) == before
 
 
 @pytest.mark.thorough
