@@ -20,7 +20,6 @@ from tests.models import (
     COMPRESSED,
     SMALL,
     WITH_RESIDUAL,
-    Parts,
     assert_equal_on_ranks,
     assert_same_grads,
     batch,
@@ -145,34 +144,6 @@ def test_the_pipeline_cannot_change_during_a_backward(rank: int) -> None:
     model.sync = allreduce  # the backward is over
     step(model, batch(rank, 1))
     assert_equal_on_ranks(grads_of(model))
-
-
-@on_ranks(2)
-def test_parameters_frozen_after_wrapping(rank: int) -> None:
-    model, plain = DDP(Parts(), sync=fnddp.parse(WITH_RESIDUAL), **SMALL), Parts()
-    for i, trains in enumerate([True, True, False, True]):
-        for module in (model.module, plain):
-            module.b.requires_grad_(trains)
-        steps_by_hand(rank, model, plain, [i])
-
-
-@on_ranks(2)
-def test_parameters_frozen_when_wrapped_and_unfrozen_later(rank: int) -> None:
-    module, plain = Parts(), Parts()
-    for each in (module, plain):
-        each.b.requires_grad_(False)
-    model = DDP(module, **SMALL)
-    steps_by_hand(rank, model, plain, [0])
-    for each in (module, plain):
-        each.b.requires_grad_(True)
-    steps_by_hand(rank, model, plain, [1, 2])
-
-
-def test_new_parameters_are_named():
-    model = DDP(make_model())
-    model.module.append(nn.Linear(4, 4))
-    with pytest.raises(RuntimeError, match=r"5.weight, 5.bias did not require a gradient when .*, or came later"):
-        model(batch(0, 0))
 
 
 def replace(model: DDP, position: int, layer: nn.Linear, what: str) -> None:
