@@ -181,6 +181,16 @@ def test_links_lead_to_files() -> None:
         assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == [], page
 
 
+def test_tests_that_pages_name_are_there() -> None:
+    """But those of torch, which the reference of its class lists."""
+    known = {
+        *re.findall(r"^(?:def|class) (test_\w+)", "\n".join(map(Path.read_text, (ROOT / "tests").rglob("*.py"))), re.M)
+    }
+    for page in PAGES:
+        named = {*re.findall(r"`(test_\w+)`", page.read_text())} if page.stem != "ddp-reference" else set[str]()
+        assert not named - known, page
+
+
 def test_the_citation_is_of_this_version() -> None:
     (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "fnddp" / "version.py").read_text(), re.M)
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()

@@ -301,6 +301,8 @@ class Way:
         self.model.zero_grad()
         for each in batches[:-1]:
             with self.no_sync():
+                with self.no_sync():  # whose end is not that of the one around it
+                    pass
                 self.model(each).backward()
         self.model(batches[-1]).backward()
 
@@ -658,6 +660,7 @@ def attached(name: str) -> type[Attach]:
     cells = {**Attach.cells}
     if name == "post_local_sgd":  # whose engine of parameters is set up in that step, as the wire's own error says
         cells["a dead wire"] = Refuses("the peer is gone")
+        cells["a failure in the first step"] = Absent("it exchanges nothing in it")
     if name == "des_loc":
         cells["an update in inference mode"] = Absent("AdamW's own state would be inference tensors")
     counted = OUTER[name].replace("every=1", "every=3")
@@ -739,6 +742,7 @@ else:
             return before(torchft.ManagerWire, "vote", 0, hangs_up) if rank == 1 else nullcontext()
 
     class Torchft(OfManager, Way):
+        cells = OfManager.cells | {"a checkpoint after a failure": Absent("a step that failed ends with its commit")}
         traps = "forward", "leaf", "middle"
         told = ""
 
