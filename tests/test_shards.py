@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+import fnddp
 from fnddp import Link, RankMismatchError, StepFailedError, WireCounter
 from fnddp.integrations.checkpoint import load, save
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards, plan_axes
@@ -523,6 +524,18 @@ def test_an_error_of_one_rank_before_training_is_one_on_all_axes(rank: int) -> N
             attempt()
     with pytest.raises(RankMismatchError, match="rank 2: two_shot; rank 3: bf16" if rank > 1 else "rank [23]: .*ranks"):
         compress(sharded(mesh["shard"]), mesh, gradients="bf16(two_shot)" if rank == 3 else "two_shot")
+
+
+@pytest.mark.thorough
+@on_ranks(4)
+def test_replicas_that_set_another_counter_are_told_so_on_all_ranks(rank: int) -> None:
+    mesh = meshes(2, 2)
+    handle = compress(sharded(mesh), mesh, gradients="quantize(two_shot, rounding='stochastic')")
+    before = fnddp.state_dict(handle.sync_state)
+    later = {key: value + (1 + rank // 2) * key.startswith("replicated") for key, value in before.items()}
+    with pytest.raises(RankMismatchError, match="ranks disagree about state"):
+        handle.sync_state = fnddp.load_state_dict(handle.sync_state, later)
+    assert fnddp.state_dict(handle.sync_state) == before
 
 
 @pytest.mark.thorough
