@@ -298,7 +298,6 @@ SIMULATED = {
     "outer_convergence.py": ("--quick", "6 runs on"),
 }
 ELSEWHERE = {"kill_and_rejoin.py", "machines/ray_train.py", "machines/train.py"}  # test_torchft.py, test_machines.py
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SECONDS = 200
 
 
@@ -324,16 +323,6 @@ def test_examples_with_peers_resume_to_the_bit(name: str) -> None:
 def test_studies_run(name: str) -> None:
     option, says = SIMULATED[name]
     assert says in Scripts(ROOT / "benchmarks" / name, option).said(SECONDS)
-
-
-def test_an_example_runs_under_torchrun() -> None:
-    """By torchrun itself, of which each process takes seconds to start."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
-    command = [sys.executable, *TORCHRUN, EXAMPLES / "module.py"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(SAYS["module.py"]) == 1
-    assert "world size 2" in done.stdout
 
 
 def test_every_example_is_tested() -> None:
