@@ -205,6 +205,17 @@ def test_ranks_that_train_alone_do_not_save_together(rank: int, text: str, tmp_p
 
 
 @on_ranks(2)
+def test_an_optimizer_whose_parameters_have_gradients_is_loaded(rank: int, tmp_path: Path) -> None:
+    whole, resumed = Run("module").train(0, 2), Run("module", seed=1)
+    save(tmp_path, *whole.parts)
+    resumed.backward(7)  # and a scaler that has skipped the step
+    load(tmp_path, *resumed.parts)
+    for run in (whole, resumed):
+        run.train(2, 4)
+    assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
+
+
+@on_ranks(2)
 def test_an_optimizer_that_has_not_stepped_stays_so(rank: int, tmp_path: Path) -> None:
     """Beside one that has. What fails on the way to it leaves no state behind, either."""
     saving, resumed = Run("module").train(0, 1), Run("module", seed=1)

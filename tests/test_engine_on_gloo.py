@@ -105,6 +105,14 @@ def test_late_and_missing_gradients_and_ranks_that_fail(text, donation):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("n", "text"), [(3, "error_feedback(quantize(two_shot))"), (4, "error_feedback(fp16(allreduce))")]
+)
+def test_late_and_missing_gradients_and_ranks_that_fail_in_messages(gloo, n, text):
+    gloo(n, check_chaos, text, large_grads, DONATIONS[n - 2])
+
+
+@pytest.mark.thorough
 @on_ranks(3)
 def test_all_ranks_get_the_same_bits_through_a_ring(rank: int) -> None:
     sync = fnddp.parse("powersgd(fp16(allreduce), rank=2, min_compression_rate=1)")

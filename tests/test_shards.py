@@ -1,5 +1,6 @@
 """Codecs on what FSDP2 sends between shards, on gloo ranks, against FSDP2 itself and one process with all batches."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -90,13 +91,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_without_a_codec_it_is_fsdp(rank: int) -> None:
     """With any option of FSDP, with gradients accumulated whole and as shards, and a layer left out.
 
-    To the bit on 2 ranks. On 4 sums are in rank order here, in another one there; in 16 bits they are rounded once, not
-    for each rank.
+    To the bit on 2 ranks. On 4 sums are in rank order here, in another one there: with what depends on their number.
     """
     is_exact = dist.get_world_size() == 2
     tolerance = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 1e-5, "atol": 2e-6}
     for name, options in OPTIONS.items():
-        if name == "reduced in 16 bits" and not is_exact:
+        if not is_exact and name not in ("plain", "columns", "over two"):
             continue
         native, ours = sharded(**options), sharded(**options)
         handle = compress_shards(ours, "two_shot", "allgather")
@@ -427,6 +427,31 @@ def test_pipelines_without_weights_are_refused_where_they_are_needed(rank: int) 
         compress_shards(sharded(), {"extra.*": "two_shot", "*": "weighted(two_shot)"})
     with pytest.raises(TypeError, match=r"write weighted\(two_shot\)"):
         compress_shards(sharded(), "two_shot").weight(3).__enter__()
+
+
+@on_ranks(2)
+def test_a_step_that_failed_ends_with_a_backward_that_breaks_off(rank: int) -> None:
+    """Although its error has frames, which nobody collects here, in which the step was."""
+    model = sharded()
+    handle = compress_shards(model, "quantize(two_shot)")
+    first, second = batches(2)
+
+    def odd(*_: Any) -> Any:
+        raise ValueError("odd")
+
+    broken = first.requires_grad_()
+    broken.register_hook(odd)
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fnddp.quantize, "encode", odd)
+            with pytest.raises(ValueError, match="odd"):
+                loss(model, broken).backward()
+        model.zero_grad()
+        loss(model, second).backward()
+        assert handle.steps == 1
+    finally:
+        gc.enable()
 
 
 ALL_AXES = {

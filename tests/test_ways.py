@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from fnddp import CollectiveError, RankMismatchError, StepFailedError
+from fnddp import CollectiveError, DistributedDataParallel, RankMismatchError, StepFailedError
 from fnddp.adapters.module.steps import Steps
 from fnddp.laws import bits
 from fnddp.run.step import Step
@@ -521,11 +521,18 @@ def check_another_process_group(rank: int, name: str) -> None:
         lambda: training.set_sync("two_shot"),
         lambda: training.model.load_state_dict(saved, assign=True),
     ]
+    if is_class:
+        group = dist.new_group()
+        named = DistributedDataParallel(training.net(), process_group=group)
+        dist.destroy_process_group(group)
+        with pytest.raises(RuntimeError, match="and now it runs without a process group"):
+            named(training.batch(rank, 1))
+    again = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     if is_class:
         training.evaluate(training.batch(rank, 1))
     alone = WAYS[name]() if is_class else None
-    other = partial(dist.init_process_group, "gloo", rank=0, world_size=1, store=dist.HashStore())
+    other = partial(dist.init_process_group, "gloo", rank=rank, world_size=2, store=again)
     fix = "(wrap the module again|register the pipeline|attach it again)"
     for set_up in (lambda: None, other):
         set_up()
@@ -533,7 +540,7 @@ def check_another_process_group(rank: int, name: str) -> None:
             with pytest.raises(RuntimeError, match=rf"in the process group .* of 2 ranks, and now it runs .*{fix}"):
                 act()
     if alone is not None:
-        with pytest.raises(RuntimeError, match="wrapped without a process group, and now it runs in .* of 1 ranks"):
+        with pytest.raises(RuntimeError, match="wrapped without a process group, and now it runs in .* of 2 ranks"):
             alone.step(alone.batch(rank, 1))
     if name != "diloco":  # whose backward is torch's
         with pytest.raises(RuntimeError, match="of 2 ranks, and now it runs in"):

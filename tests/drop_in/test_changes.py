@@ -20,6 +20,7 @@ from tests.models import (
     COMPRESSED,
     SMALL,
     WITH_RESIDUAL,
+    Parts,
     assert_equal_on_ranks,
     assert_same_grads,
     batch,
@@ -144,6 +145,15 @@ def test_the_pipeline_cannot_change_during_a_backward(rank: int) -> None:
     model.sync = allreduce  # the backward is over
     step(model, batch(rank, 1))
     assert_equal_on_ranks(grads_of(model))
+
+
+@on_ranks(2)
+def test_parameters_frozen_after_wrapping(rank: int) -> None:
+    model, plain = DDP(Parts(), sync=fnddp.parse(WITH_RESIDUAL), **SMALL), Parts()
+    for i, trains in enumerate([True, True, False, True]):
+        for module in (model.module, plain):
+            module.b.requires_grad_(trains)
+        steps_by_hand(rank, model, plain, [i])
 
 
 def replace(model: DDP, position: int, layer: nn.Linear, what: str) -> None:
