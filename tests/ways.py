@@ -438,6 +438,7 @@ class ValueAndGrad(Way):
         saved = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=True)
         self.model.load_state_dict(saved[0])
         self.optimizer.load_state_dict(saved[1])
+        self.reset()
         if not reset_sync:
             self.kept = fnddp.load_state_dict(self.kept, saved[2])
 
@@ -770,12 +771,12 @@ else:
 
         def means(self, each: Batch) -> tuple[dict[str, Tensor | None], Any]:
             self.manager.start_quorum()
-            is_committed = False
             try:
                 done = super().means(each)
-            finally:
-                is_committed = self.manager.should_commit()
-            assert is_committed
+            except BaseException:
+                assert not self.manager.should_commit()
+                raise
+            assert self.manager.should_commit()
             return done
 
     TORCHFT = {"torchft": Torchft, "torchft_functional": TorchftFunctional}
