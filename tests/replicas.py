@@ -185,9 +185,6 @@ class Replica:
 
     def step(self, optimizer: Any) -> Record:
         optimizer.zero_grad()
-        if self.options.get("accumulates"):
-            with self.model.no_sync():
-                self.loss(-self.manager.current_step()).backward()
         step, before, local = self.manager.current_step(), self.digest(), self.of_its_own()
         error = ""
         try:

@@ -4,7 +4,6 @@ The gradients of a step are given: the loss is the sum of their products with th
 the others do not is in its own file.
 """
 
-import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,7 +32,6 @@ PIPELINES = {
     "codec": "error_feedback(quantize(two_shot, bits=4, block=16))",
     "no plan": "fp16(allreduce, check=True)",
 }
-WITH_STATE = ["memory", "phases", "skips", "codec"]
 SMALL = 0.001  # MiB: several buckets
 
 
@@ -218,29 +216,6 @@ def check_steps(rank: int, adapter: str, text: str) -> None:
 @every(PIPELINES)
 def test_means_and_states_are_those_of_the_pipeline(gloo, adapter, text, n):
     run(min(n, 2) if adapter == "register" else n, adapter, gloo, check_steps, text)
-
-
-def check_resuming(rank: int, adapter: str, text: str) -> None:
-    checked, again = Checked(adapter, text), Checked(adapter, text)
-    for step in range(3):
-        checked.step(gradients(rank, step))
-    held, before = checked.adapter.state, bits(checked.state)
-    file = io.BytesIO()
-    torch.save(fnddp.state_dict(held), file)
-    after = [bits(checked.step(gradients(rank, step))) for step in (3, 4)]
-    file.seek(0)
-    again.state = again.adapter.state = fnddp.load_state_dict(again.adapter.state, torch.load(file, weights_only=True))
-    assert bits(again.state) == before
-    assert [bits(again.step(gradients(rank, step))) for step in (3, 4)] == after
-    for _ in range(2):  # back to what was held, twice: to set it does not give it away
-        checked.state = checked.adapter.state = held
-        assert [bits(checked.step(gradients(rank, step))) for step in (3, 4)] == after
-    assert bits(held) == before
-
-
-@every(WITH_STATE)  # whose states are the module's
-def test_a_state_is_saved_and_set(gloo, adapter, text):
-    run(2, adapter, gloo, check_resuming, text)
 
 
 @pytest.mark.thorough

@@ -5,14 +5,12 @@ Everywhere a weight w of ranks 0 and 1 has the gradients 1 and 2, so the mean is
 
 import gc
 import threading
-import types
 import weakref
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -92,15 +90,6 @@ def require_mean(model: DDP, rank: int) -> None:
     model.zero_grad()
     model(x_of(rank)).backward()
     assert model.module.w.grad.item() == MEAN
-
-
-@on_ranks(2)
-def test_outputs_that_hide_tensors_are_synchronized(rank: int) -> None:
-    for wrap in (opaque, lambda y: types.SimpleNamespace(y=y)):
-        model = DDP(Weight(wrap))
-        model(x_of(rank))
-        model.module.last.backward()
-        assert model.module.w.grad.item() == MEAN
 
 
 @on_ranks(2)
@@ -276,26 +265,6 @@ def test_a_failed_step_leaves_gradients_where_they_were_and_none_that_nobody_has
         assert [p.grad for p in model.parameters()] == [None, None]
 
 
-@on_ranks(2)
-def test_another_backward_after_one_that_broke_off(rank: int) -> None:
-    model = DDP(Weight(lambda y: Fails.apply(y, model.fails)), sync=error_feedback(fp16(allreduce)))
-    model.fails = rank == 1
-    first = model(x_of(rank))
-    model.fails = False
-    second = model(x_of(rank))
-    if rank == 1:
-        with pytest.raises(ArithmeticError):
-            first.backward()
-        second.backward()
-    else:
-        with pytest.raises(StepFailedError, match="rank 1 failed with RuntimeError: its backward did not finish"):
-            first.backward()
-        model.zero_grad()
-        second.backward()
-    assert model.module.w.grad.item() == MEAN
-    assert gather(model.sync_state.residual["w"].item()) == [0.0, 0.0]
-
-
 @pytest.mark.parametrize("all_drop", [False, True])
 @on_ranks(2)
 def test_what_no_sync_has_accumulated_is_synchronized_by_a_backward_that_reaches_no_parameter(
@@ -406,39 +375,6 @@ def test_a_retained_graph_is_synchronized_each_time(rank: int) -> None:
 
 
 # The world changes
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@on_ranks(2)
-def test_another_process_group_than_when_wrapped(rank: int, size: int) -> None:
-    model = DDP(Weight())
-    model(x_of(rank)).backward()
-    late = model(x_of(rank))
-    group = dist.new_group()
-    named = DDP(Weight(), process_group=group)
-    dist.destroy_process_group(group)
-    with pytest.raises(RuntimeError, match="but it now runs without a process group"):
-        named(x_of(rank))
-    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store()) if size == 2 else dist.HashStore()
-    dist.destroy_process_group()
-    was = r"the module was wrapped in the process group '.*' of 2 ranks, but it now runs "
-    with pytest.raises(RuntimeError, match=was + "without a process group: .*; wrap the module again"):
-        model(x_of(rank))
-    with torch.no_grad():  # an evaluation when training is over
-        model(x_of(rank))
-    alone = DDP(Weight())
-    alone(x_of(rank)).backward()
-    assert alone.module.w.grad == x_of(rank)
-    dist.init_process_group("gloo", rank=rank if size == 2 else 0, world_size=size, store=store)
-    for run in (lambda: model(x_of(rank)), late.backward):
-        with pytest.raises(RuntimeError, match=was + f"in the process group '.*' of {size} ranks"):
-            run()
-    with pytest.raises(RuntimeError, match=rf"wrapped without a process group, but it now runs in .* of {size} ranks"):
-        alone(x_of(rank))
-    again = DDP(model.module)
-    again.zero_grad()
-    again(x_of(rank)).backward()
-    assert model.module.w.grad == (MEAN if size == 2 else x_of(rank))
 
 
 @on_ranks(2)

@@ -215,14 +215,23 @@ def test_each_event_in_each_state(state: str, event: str) -> None:
     run_threads(2, check, state, event)
 
 
-def test_what_a_peer_is_told_of_a_backward_that_was_broken_off() -> None:
+@pytest.mark.parametrize("handles", [False, True])
+def test_what_a_peer_is_told_of_a_backward_that_was_broken_off(handles: bool) -> None:
+    """Also of the error, where the step ends in its handler."""
+
     def told(rank: int) -> None:
         me = Rank(rank)
         STATES["abandoned"][rank](me)
-        if rank == 0:
-            me.next_forward()
-        else:
-            with pytest.raises(StepFailedError, match=f"rank 0 failed with RuntimeError: {UNFINISHED}"):
+        if rank == 1:
+            cause = ": ValueError: bad batch" if handles else r"\. State and parameters are unchanged on all ranks"
+            with pytest.raises(StepFailedError, match=f"rank 0 failed with RuntimeError: {UNFINISHED}{cause}"):
                 me.backward.end()
+        elif handles:
+            try:
+                raise ValueError("bad batch")
+            except ValueError:
+                me.next_forward()
+        else:
+            me.next_forward()
 
     run_threads(2, told)

@@ -98,24 +98,6 @@ def test_a_run_resumes_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["module", "register", "own"])
-@on_ranks(2)
-def test_small_residuals_resume_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
-    whole = Run(kind, SMALL).train(0, 3)
-    save(tmp_path / "all", *whole.parts, sync=whole.keeper)
-    whole.train(3, 6)
-    resumed = Run(kind, SMALL, seed=1).train(0, 1)
-    load(tmp_path / "all", *resumed.parts, sync=resumed.keeper)
-    resumed.train(3, 6)
-    assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
-    assert bits(resumed.keeper.sync_state) == bits(whole.keeper.sync_state)
-    assert resumed.residual.dtype == torch.int8
-    if kind == "module":
-        save(tmp_path / "wide", *Run(kind, SMALL.replace("int8", "float32")).train(0, 1).parts)
-        with pytest.raises(ValueError, match=r"does not fit .*residual='int8'.*missing \['local/scale.0.bias'"):
-            load(tmp_path / "wide", *resumed.parts)
-
-
-@pytest.mark.parametrize("kind", ["module", "register", "own"])
 @pytest.mark.parametrize("has_gradients", [False, True])
 @on_ranks(2)
 def test_a_checkpoint_before_the_first_step_changes_nothing(

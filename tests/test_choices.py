@@ -19,9 +19,8 @@ from fnddp.run import choose as choosing
 from fnddp.simulation import tune as tuning
 from fnddp.simulation.ranks import run_threads
 from tests import workloads
+from tests.rings import one_of
 from tests.test_tune import outcome
-
-pytestmark = pytest.mark.thorough
 
 MODELS = ("digits", *(f"{workloads.__file__}:{name}" for name in ("small", "wide", "large", "positions")))
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -62,7 +61,7 @@ def test_the_triples_have_several_answers() -> None:
     assert len({taken(*triple) for triple in TRIPLES}) >= 3
 
 
-@pytest.mark.parametrize(("rate", "ranks", "model"), TRIPLES, ids=[f"{r}-{n}-{m[-6:]}" for r, n, m in TRIPLES])
+@pytest.mark.parametrize(("rate", "ranks", "model"), one_of(4, TRIPLES))
 def test_all_commands_take_what_choose_does(
     rate: str,
     ranks: int,
@@ -83,7 +82,9 @@ def test_all_commands_take_what_choose_does(
     monkeypatch.setattr(picture, "write", lambda *given: written.append(given[-1]))
     assert main.main(["tune", *of, "--steps", "1", "--seeds", "1", "--data", "own", "--out", str(tmp_path)]) == 0
     assert [found["auto"] for found in written] == [expected]
-    assert re.search(rf"^{re.escape(expected)} .* auto$", capsys.readouterr().out, re.MULTILINE)
+    said = capsys.readouterr().out
+    assert re.search(rf"^{re.escape(expected)} .* auto$", said, re.MULTILINE)
+    assert f'sync="auto" takes {expected} on this link' in said
 
     monkeypatch.setattr(choosing, "measure_link", lambda *_, **__: link)
 
@@ -94,11 +95,12 @@ def test_all_commands_take_what_choose_does(
                 next(stages)
         except StopIteration as ended:
             by_doctor = ended.value[2]
-        return [by_doctor, repr(choosing.automatic(lambda: models.parameters(model), None))]
+        return [by_doctor, repr(choosing.automatic(lambda: models.parameters(model), None))]  # as the class does
 
     assert run_threads(ranks, on_rank) == [[expected, expected]] * ranks
 
 
+@pytest.mark.thorough
 def test_the_table_of_docs_takes_what_choose_does() -> None:
     """For 10.3 M parameters and a latency of 20 us, as docs/which-pipeline.md says."""
     table = (RESULTS / "which-pipeline.md").read_text()

@@ -78,13 +78,12 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("launcher", [(), TORCHRUN])
-def test_starts_its_own_ranks_or_uses_those_of_torchrun(launcher: tuple[str, ...], tmp_path: Path) -> None:
+def test_uses_the_ranks_of_torchrun(tmp_path: Path) -> None:
+    """Ranks of its own: below, and in test_cli."""
     out = tmp_path / "a" / "b"
-    demo = (*launcher, *DEMO, "--steps", 30, "--out", out, *PIPELINES)
-    code, said, errors = finish(start(*demo, warnings="default" if launcher else "error"))
+    demo = (*TORCHRUN, *DEMO, "--steps", 30, "--out", out, *PIPELINES)
+    code, said, errors = finish(start(*demo, warnings="default"))  # torchrun warns of its own
     assert code == 0, errors
-    assert launcher or complaints(errors) == []  # torchrun warns of its own
     for expected in (*PIPELINES, "340,008", "5,436", "the same on all ranks", str(out)):
         assert expected in said
     assert said.count("62.5x") == 1  # rank 0 alone reports

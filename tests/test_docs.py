@@ -186,6 +186,16 @@ def test_links_lead_to_files() -> None:
         assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == [], page
 
 
+def test_tests_that_pages_name_are_there() -> None:
+    """But those of torch, which the reference of its class lists."""
+    known = {
+        *re.findall(r"^(?:def|class) (test_\w+)", "\n".join(map(Path.read_text, (ROOT / "tests").rglob("*.py"))), re.M)
+    }
+    for page in PAGES:
+        named = {*re.findall(r"`(test_\w+)`", page.read_text())} if page.stem != "ddp-reference" else set[str]()
+        assert not named - known, page
+
+
 def test_the_citation_is_of_this_version() -> None:
     (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "fnddp" / "version.py").read_text(), re.M)
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
@@ -293,7 +303,6 @@ SIMULATED = {
     "outer_convergence.py": ("--quick", "6 runs on"),
 }
 ELSEWHERE = {"kill_and_rejoin.py", "machines/ray_train.py", "machines/train.py"}  # test_torchft.py, test_machines.py
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SECONDS = 200
 
 
@@ -319,16 +328,6 @@ def test_examples_with_peers_resume_to_the_bit(name: str) -> None:
 def test_studies_run(name: str) -> None:
     option, says = SIMULATED[name]
     assert says in Scripts(ROOT / "benchmarks" / name, option).said(SECONDS)
-
-
-def test_an_example_runs_under_torchrun() -> None:
-    """By torchrun itself, of which each process takes seconds to start."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
-    command = [sys.executable, *TORCHRUN, EXAMPLES / "module.py"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(SAYS["module.py"]) == 1
-    assert "world size 2" in done.stdout
 
 
 def test_every_example_is_tested() -> None:

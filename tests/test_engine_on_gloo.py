@@ -98,17 +98,6 @@ def check_chaos(rank: int, text: str, make_grads: Any, donation: Donation) -> No
         assert not engine.is_open
 
 
-# What may be written over is this rank's own affair: each donation comes up several times.
-CHAOS = [
-    (2, EXAMPLES["partition"], model_grads),
-    (2, f"warmup({COMPRESSED}, steps=2, before=bf16(allreduce))", model_grads),
-    (3, "error_feedback(quantize(two_shot))", large_grads),
-    (3, "fp16(allreduce)", large_grads),
-    (4, "warmup(fp16(allreduce), steps=3)", integer_grads),
-    (4, "error_feedback(fp16(allreduce))", large_grads),
-]
-
-
 @pytest.mark.parametrize("text", ["allreduce", COMPRESSED, "error_feedback(fp16(allreduce, check=True))"])
 @pytest.mark.parametrize("donation", DONATIONS, ids=str)
 def test_late_and_missing_gradients_and_ranks_that_fail(text, donation):
@@ -117,14 +106,14 @@ def test_late_and_missing_gradients_and_ranks_that_fail(text, donation):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("n", "text", "make_grads", "donation"), [(*case, DONATIONS[1 + i % 3]) for i, case in enumerate(CHAOS)]
+    ("n", "text"), [(3, "error_feedback(quantize(two_shot))"), (4, "error_feedback(fp16(allreduce))")]
 )
-def test_late_and_missing_gradients_and_ranks_that_fail_on_gloo(gloo, n, text, make_grads, donation):
-    gloo(n, check_chaos, text, make_grads, donation)
+def test_late_and_missing_gradients_and_ranks_that_fail_in_messages(gloo, n, text):
+    gloo(n, check_chaos, text, large_grads, DONATIONS[n - 2])
 
 
 @pytest.mark.thorough
-@on_ranks(2, 3, 4)
+@on_ranks(3)
 def test_all_ranks_get_the_same_bits_through_a_ring(rank: int) -> None:
     sync = fnddp.parse("powersgd(fp16(allreduce), rank=2, min_compression_rate=1)")
     engine, state = make_engine(sync, large_grads(rank)), sync.init(large_grads(rank))
@@ -171,30 +160,6 @@ def test_wrong_gradients_are_named_and_change_nothing(text):
 
 def fails(_: Tensor) -> None:
     raise Trouble("in my backward")
-
-
-@on_ranks(2, threads=True)
-def test_a_failed_step_leaves_state_and_parameters_as_they_were(rank: int) -> None:
-    """As StepFailedError says it; `register` is in test_register."""
-    model = fnddp.DistributedDataParallel(torch.nn.Linear(2, 1), sync=error_feedback(allreduce))
-    weight, bias = model.module.parameters()
-    weight.grad = torch.full((1, 2), 10.0)
-    before = bits((dict(model.named_parameters()), model.sync_state))
-    output = model(torch.full((1, 2), rank + 1.0))
-    if rank == 1:
-        output.register_hook(fails)
-    with pytest.raises(Trouble if rank == 1 else StepFailedError) as caught:
-        output.sum().backward()
-    if rank == 0:
-        assert str(caught.value).endswith(
-            "State and parameters are unchanged on all ranks, and gradients are not synchronized: clear them and go on"
-        )
-        assert weight.grad.tolist() == [[11.0, 11.0]]
-        assert bias.grad is None
-    model.zero_grad()
-    assert bits((dict(model.named_parameters()), model.sync_state)) == before
-    model(torch.full((1, 2), rank + 1.0)).sum().backward()
-    assert (weight.grad.tolist(), bias.grad.tolist()) == ([[1.5, 1.5]], [1.0])
 
 
 @pytest.mark.thorough

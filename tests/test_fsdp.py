@@ -118,37 +118,6 @@ def test_what_a_residual_sends_of_an_unused_leaf_is_its_gradient(rank: int) -> N
 
 
 @on_ranks(4)
-def test_clipping_counts_all_shards_once_and_leaves_memory_alone(rank: int) -> None:
-    """After backward, as with HSDP: by the norm over all shards of the mean, the same on all ranks."""
-    mesh, steps = meshes(2, 2), batches(3)
-    native, ours = sharded(mesh), sharded(mesh["shard"])
-    compress_replicas(ours, allreduce, mesh["replicate"])
-    for x in steps:
-        norms = []
-        for model in (native, ours):
-            model.zero_grad()
-            loss(model, x).backward()
-            squares = torch.stack([p.grad.full_tensor().square().sum() for p in model.parameters()])
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01).full_tensor())
-            torch.testing.assert_close(norms[-1], squares.sum().sqrt())
-            grads = [p.grad.full_tensor() for p in model.parameters()]
-            assert torch.stack([grad.square().sum() for grad in grads]).sum().sqrt() < 0.0101
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= p.grad
-        assert torch.equal(*norms)
-        assert len({norm.item() for norm in everyones(norms[-1])}) == 1
-    assert torch.equal(local(ours), local(native))
-
-    clipped, free = sharded(mesh["shard"]), sharded(mesh["shard"])
-    handles = [compress_replicas(each, SYNC, mesh["replicate"]) for each in (clipped, free)]
-    for model in (clipped, free):
-        loss(model, steps[0]).backward()
-    torch.nn.utils.clip_grad_norm_(clipped.parameters(), 0.01)
-    assert all(map(torch.equal, *(handle.sync_state.residual.values() for handle in handles)))
-
-
-@on_ranks(4)
 def test_what_needs_whole_leaves_is_refused_between_replicas_of_several_shards(rank: int) -> None:
     """Each shard would be scaled by a norm of its own."""
     mesh, sync = meshes(2, 2), "clip_by_global_norm(allreduce, 1.0)"

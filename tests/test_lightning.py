@@ -1,7 +1,6 @@
 """Lightning itself, on two gloo ranks: its Trainer, its Fabric, its CLI."""
 
 import json
-import warnings
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -199,27 +198,6 @@ def test_the_plain_mean_is_lightnings_own(rank: int, tmp_path: Path) -> None:
             assert torch.equal(ours, stock)
             assert not torch.equal(squeezed, stock)
             assert torch.equal(*everyones(squeezed))
-
-
-@on_ranks(2)
-def test_a_backbone_that_is_unfrozen_at_an_epoch_is_equal_on_all_ranks(rank: int, tmp_path: Path) -> None:
-    from lightning.pytorch.callbacks import BackboneFinetuning
-
-    def finetuned(sync: Any) -> Any:
-        model = module()
-        model.backbone = model.net[0]
-        model.configure_optimizers = lambda: torch.optim.SGD(
-            [p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9
-        )
-        tuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05)
-        return fitted(tmp_path, sync, 2, model=model, callbacks=[tuning])[0]
-
-    with launched(rank), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ours = finetuned("allreduce")
-        assert not torch.equal(ours.backbone.weight, module().net[0].weight)
-        mine, other = everyones(parameters_of(ours))
-        assert torch.equal(mine, other)
 
 
 @on_ranks(2)

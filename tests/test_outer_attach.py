@@ -81,17 +81,6 @@ def test_attached_is_the_function_after_each_step(rank: int, text: str):
         assert bits(attached.state) == bits(state)
 
 
-@on_ranks(2)
-def test_streaming_on_gloo(rank: int):
-    model, optimizer, attached = attached_model(STREAMING, seed=rank)  # made equal by attach
-    for call in range(12):
-        train(model, optimizer, rank, range(call, call + 1))
-        assert agree(attached.state.anchor)
-    assert attached.under_way == ("0", "1")  # one began with call 10, the other with call 12
-    attached.detach()
-    assert attached.under_way == ()
-
-
 @pytest.mark.thorough
 @on_ranks(1)
 def test_a_compiled_optimizer_leaves_the_outer_step_alone(rank: int):
@@ -198,25 +187,6 @@ def test_what_does_not_fit_is_refused():
         ValueError, match=r"has no state 'momentum_buffer' in the shape of parameter '0.weight', only \[\]"
     ):
         train(model, optimizer, 0, range(1))
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-@on_ranks(2, threads=True)
-def test_an_exchange_that_fails_on_one_rank_fails_on_all_and_loses_nothing(rank: int, delay: int):
-    step = outer.streaming_diloco(allreduce, every=3, fragments=1, delay=delay, lr=1, momentum=0)
-    prepare = None if delay else (lambda: None)  # with which it is known what a step will exchange
-    wire = Watched()
-    model, optimizer, attached = attached_model(step, prepare=prepare, wire=wire)
-    train(model, optimizer, rank, range(2))
-    wire.has_trouble = rank == 1
-    train(model, optimizer, rank, range(2, 2 + delay))  # where it starts, nothing is raised yet
-    state, before = bits(attached.state), parameters(model)
-    with pytest.raises(Trouble if rank == 1 else StepFailedError):
-        train(model, optimizer, rank, range(2 + delay, 3 + delay))
-    assert bits(attached.state) == state
-    assert any(not torch.equal(p, before[name]) for name, p in parameters(model).items())  # by the local step
-    train(model, optimizer, rank, range(3 + delay, 4 + delay))
-    assert agree(parameters(model))
 
 
 @on_ranks(2)

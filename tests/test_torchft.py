@@ -7,9 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +27,11 @@ import fnddp
 from fnddp import RankMismatchError, outer
 from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, QuorumError
 from fnddp.laws import bits
-from fnddp.wire.c10d import over
 from tests.replicas import (
     POINTS,
     Job,
     Network,
     Record,
-    Replica,
     Training,
     Trap,
     digest_of,
@@ -99,16 +95,6 @@ def test_of_three_replicas_some_are_killed(traps):
     assert any(r.participants == 3 - len(traps) and r.committed for r in records)
 
 
-@pytest.mark.parametrize(("point", "leaves_out"), [("backward", False), ("collective 1", True), ("forward", True)])
-def test_an_error_of_one_replica_ends_the_step_for_both(point, leaves_out):
-    with Job(2, sync=LOSSY, leaves_out=leaves_out) as job:
-        records = job.run({"r1": Trap(point, AT, "raise")})
-    assert {r.replica for r in discarded(records)} == {"r0", "r1"}
-    assert {r.participants for r in records} == {2}  # nobody has left
-    (told,) = [r.error for r in discarded(records) if r.replica == "r0"]
-    assert "this replica's backward did not finish" in told or "never called it" in told, told
-
-
 def test_a_replica_is_slower_than_the_timeout():
     def goes_on(job: Job) -> None:
         is_alone = sum(r.participants == 1 and r.committed for r in job.records()) >= 2
@@ -163,10 +149,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], Trap | None]] = {
     "all_to_all": ({"sync": "error_feedback(quantize(two_shot, bits=8, block=16))"}, Trap("collective 0", AT)),
     "no plan": ({"sync": "error_feedback(fp16(allreduce, check=True))"}, Trap("collective 0", AT)),
     "warmup": ({"sync": "warmup(error_feedback(powersgd(fp16(allreduce))), steps=5)"}, Trap("backward", AT)),
-    "accumulated gradients": ({"accumulates": True}, Trap("collective 1", AT)),
-    "accumulated gradients, an error": ({"accumulates": True}, Trap("collective 1", AT, "raise")),
-    "two backwards, in the first": ({"backwards": 2, "sync": "allreduce"}, Trap("collective 1", AT)),
-    "two backwards, in the second": ({"backwards": 2, "sync": "allreduce"}, Trap("collective 3", AT)),
+    "the second of two backwards": ({"backwards": 2, "sync": "allreduce"}, Trap("collective 3", AT)),
     "a weight": ({"sync": f"weighted({LOSSY})", "weighs": True}, Trap("collective 0", AT)),  # that of the weight
     "two modules": ({"wrap": two_halves}, Trap("backward", AT)),
     "two modules, a step left out": (
@@ -177,7 +160,6 @@ SITUATIONS: dict[str, tuple[dict[str, Any], Trap | None]] = {
     "an error reported to the manager": ({"wrap": reports}, None),
 }
 DISCARDED = {  # by whom, and in which step, if not by the survivor in that of the trap
-    "accumulated gradients, an error": (AT, BOTH),
     "two modules, a step left out": (AT, BOTH),
     "not healed": (0, BOTH),
     "an error reported to the manager": (1, BOTH),
@@ -250,61 +232,6 @@ def train_functionally(name: str, address: str, folder: Path, options: Mapping[s
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_functional_loop(ranks):
     on_processes(2, train_functionally, ranks=ranks)
-
-
-class Frail(ManagerWire):
-    """A wire that raises where it is to start a collective, once."""
-
-    is_armed = False
-
-    def start(self, *args: Any) -> Any:
-        if self.is_armed:
-            self.is_armed = False
-            raise MemoryError("no memory")
-        return super().start(*args)
-
-
-def fail_functionally(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
-    """Steps of which every other one fails: in one replica, or in a call that sends nothing, in both."""
-    params, sync = {"w": torch.zeros(2)}, fnddp.parse("error_feedback(bf16(allreduce))")
-    manager = new_manager(name, address, Training(seed=0), init_sync=False)
-    is_first, state, wire = name == "r0", sync.init(params), Frail(manager)
-
-    def loss(params: Any, fails: bool) -> torch.Tensor:
-        if fails and is_first:
-            raise ValueError("mine")
-        return params["w"].sum()
-
-    of_loss, of_grads = fnddp.value_and_grad(loss, sync, wire=wire), fnddp.jit(sync, wire=wire)
-    alone = over(wire, sync)
-
-    def jitted(params: Any, state: Any, fails: bool) -> Any:
-        wire.is_armed = fails and is_first
-        return None, *of_grads({"w": torch.ones(2)}, state)
-
-    def plain(params: Any, state: Any, fails: bool) -> Any:
-        return None, *alone({"v" if fails else "w": torch.ones(2)}, state)
-
-    wait_together(name, folder)
-    for of_all, errors in (
-        (of_loss, (ValueError, fnddp.StepFailedError)),
-        (jitted, (MemoryError, fnddp.StepFailedError)),
-        (plain, (ValueError, ValueError)),
-    ):
-        for fails in (False, True, False):
-            manager.start_quorum()
-            assert manager.num_participants() == 2
-            with pytest.raises(errors[not is_first]) if fails else nullcontext():
-                _, mean, after = of_all(params, state, fails)
-            assert manager.should_commit() is not fails
-            if not fails:
-                params, state = {"w": params["w"] - mean["w"]}, after
-    assert params["w"].tolist() == [-6, -6]
-    wait_together(name, folder, point="end")  # the first serves the lighthouse's quorums until then
-
-
-def test_an_error_in_a_functional_step_keeps_all_replicas_from_committing_it():
-    on_processes(2, fail_functionally)
 
 
 def lose_the_lighthouse(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
@@ -406,58 +333,6 @@ def test_one_rank_of_a_replica_is_killed(victim, point):
     if point in ("forward", "collective 1", "backward", "vote"):
         # The ranks that had not lost anybody had means: they are gone as well.
         assert {r.replica for r in records if r.step == AT and not r.committed} == {"r0", "r1"}
-
-
-class OuterReplica(Replica):
-    """Whose steps are exchanges, each with the local steps before it."""
-
-    def wrapped(self) -> outer.Attached:
-        self.draws = torch.Generator().manual_seed(self.seed)
-        attached = outer.attach(
-            *(self.training.net, self.training.optimizer),
-            outer.parse("diloco(error_feedback(quantize(two_shot, bits=4)), every=3)"),
-            wire=ManagerWire(self.manager),
-            init_sync=False,
-            prepare=self.prepare,
-            commit=self.commit,
-        )
-        self.manager.register_state_dict_fn(
-            "outer", attached.load_replicated_state_dict, attached.replicated_state_dict
-        )
-        return attached
-
-    def prepare(self) -> None:
-        self.manager.start_quorum()
-        self.number, self.before, self._started = self.manager.current_step(), self.digest(), count()
-
-    def commit(self) -> bool:
-        self.is_committed = self.manager.should_commit()
-        return self.is_committed
-
-    def digest(self) -> str:
-        return digest_of(self.model.state.anchor, self.model.state.velocity)
-
-    def step(self, optimizer: Any) -> Record:
-        self.is_committed = None
-        while self.is_committed is None:
-            self.training.optimizer.zero_grad()
-            self.training.net(torch.randn(5, 8, generator=self.draws)).square().mean().backward()
-            self.training.optimizer.step()
-        now = self.digest()
-        about = (self.name, self.rank, self.number, self.manager.num_participants(), "", now)
-        return Record(*about, committed=self.is_committed, is_unchanged=self.before == now)
-
-
-def run_outer(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
-    OuterReplica(name, address, folder, options).run()
-
-
-def test_a_replica_that_dies_in_an_exchange_ends_it_for_the_other_and_comes_back():
-    with Job(2, run=run_outer) as job:
-        records = job.run({"r1": Trap("collective 1", AT)})
-    # Nothing has raised, and nothing was applied.
-    assert [(r.replica, r.step) for r in records if not r.committed] == [("r0", AT)]
-    assert any(r.participants == 1 and r.committed for r in records), "the survivor went on alone"
 
 
 # Theirs and ours, and for how many local steps.

@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from fnddp import CollectiveError, RankMismatchError, StepFailedError
+from fnddp import CollectiveError, DistributedDataParallel, RankMismatchError, StepFailedError
 from fnddp.adapters.module.steps import Steps
 from fnddp.laws import bits
 from fnddp.run.step import Step
-from tests.ways import FAMILIES, OUTER, WAYS, Absent, Interrupt, Shape, Trap, Way, failing, interrupted
+from fnddp.run.vote import Vote
+from tests.ways import FAMILIES, OUTER, WAYS, Absent, Interrupt, Point, Refuses, Shape, Trap, Way, failing, interrupted
 
-MORE = {"compress", "torchft", "torchft_functional", *OUTER} - {"diloco"}
+MORE = {"compress", "torchft", "torchft_functional", "unplanned", *OUTER} - {"diloco"}
 """Rows of the second ring."""
 RESHARDED = ["module", "register", "own", "compress_shards", "compress_replicas", "own_matrices"]
 ENDINGS: dict[str, tuple[type, str]] = {
@@ -115,6 +116,28 @@ def a_failure_at_each_point(way: type[Way], rank: int, _: Path) -> Any:
         for each in (disturbed, straight):
             each.step(each.batch(rank, i))
         assert disturbed.all == straight.all, f"after a failure {place[0]}"
+    return go_on(rank, disturbed, straight)
+
+
+def fail_somewhere(rank: int, training: Way) -> None:
+    where: Any = {"trap": training.traps[-1]} if training.traps else {"point": training.points[0].at(0)}
+    fail(rank, training, 9, who=1, **where)
+
+
+def a_failure_in_the_first_step(way: type[Way], rank: int, _: Path) -> Any:
+    """Before the order of gradients is learnt."""
+    disturbed, straight = way(), way()
+    fail_somewhere(rank, disturbed)
+    return go_on(rank, disturbed, straight)
+
+
+def a_checkpoint_after_a_failure(way: type[Way], rank: int, folder: Path) -> Any:
+    """The others may wait in the failed step until this rank saves, loads or sets its state."""
+    disturbed, straight = two(way)
+    is_set = not isinstance(way.cells.get("states of other steps"), Absent)
+    for go_back in (disturbed.save, disturbed.load, *([lambda _: disturbed.set_state(disturbed.state)] * is_set)):
+        fail_somewhere(rank, disturbed)
+        go_back(folder)
     return go_on(rank, disturbed, straight)
 
 
@@ -237,11 +260,12 @@ def states_of_other_steps(way: type[Way], rank: int, _: Path) -> Any:
 
 
 def reset(way: type[Way], rank: int, folder: Path) -> Any:
-    disturbed, fresh = two(way)[0], way()
+    disturbed, other = two(way)
     disturbed.save(folder)
-    fresh.load(folder, reset_sync=True)
+    other.step(other.batch(rank, 9))
+    other.load(folder, reset_sync=True)
     disturbed.reset()
-    return go_on(rank, disturbed, fresh)
+    return go_on(rank, disturbed, other)
 
 
 def a_checkpoint(way: type[Way], rank: int, folder: Path) -> Any:
@@ -249,7 +273,11 @@ def a_checkpoint(way: type[Way], rank: int, folder: Path) -> Any:
     saved.step(saved.batch(rank, 1))
     saved.save(folder)
     loaded.load(folder)
-    return go_on(rank, saved, loaded)
+    held = saved.state
+    before = bits(held)
+    found = go_on(rank, saved, loaded)
+    assert bits(held) == before  # what the caller holds, later steps do not write to
+    return found
 
 
 def a_checkpoint_of_another_way_in(way: type[Way], rank: int, folder: Path) -> None:
@@ -308,6 +336,8 @@ def a_thread_that_evaluates(way: type[Way], rank: int, _: Path) -> Any:
 
 EVENTS: dict[str, Event] = {
     "a failure at each point": a_failure_at_each_point,
+    "a failure in the first step": a_failure_in_the_first_step,
+    "a checkpoint after a failure": a_checkpoint_after_a_failure,
     "an error of all ranks in forward": an_error_of_all_ranks("forward"),
     "an error of all ranks in backward": an_error_of_all_ranks("middle"),
     "an error in the update": an_error_in_the_update,
@@ -331,7 +361,7 @@ EVENTS: dict[str, Event] = {
 
 def run_row(rank: int, name: str, folder: str, events: list[str]) -> dict[str, Any]:
     """Return what a training has after each event that is not refused."""
-    way, found = WAYS[name], dict[str, Any]()
+    way, found = ON_CPU[name], dict[str, Any]()
     for i, event in enumerate(events):
         cell, of_cell = way.cells.get(event), Path(folder) / str(i)
         if isinstance(cell, Absent):
@@ -352,12 +382,22 @@ def chosen() -> list[str]:
     return [event for event in EVENTS if only is None or event in only.split(",")]
 
 
-ROWS = [pytest.param(name, marks=[pytest.mark.thorough] if name in MORE else []) for name in WAYS]
+class Unplanned(WAYS["module"]):
+    """The class with a pipeline that cannot be lowered: all of it runs where the step ends."""
+
+    text, plain = "error_feedback(fp16(allreduce, check=True))", "fp16(allreduce, check=True)"
+    counted = "error_feedback(warmup(fp16(allreduce, check=True), steps=5))"
+    points = (Point(Vote, "cast"),)
+    cells = WAYS["module"].cells | {"a gradient that is not finite": Refuses("largest float16")}
+
+
+ON_CPU = {**WAYS, "unplanned": Unplanned}
+ROWS = [pytest.param(name, marks=[pytest.mark.thorough] if name in MORE else []) for name in ON_CPU]
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_each_event_leaves_a_way_in_as_it_was_or_is_refused(gloo: Any, tmp_path: Path, name: str) -> None:
-    gloo(WAYS[name].ranks, run_row, name, str(tmp_path), chosen())
+    gloo(ON_CPU[name].ranks, run_row, name, str(tmp_path), chosen())
 
 
 # Other numbers of ranks, whose mean is the same: all have the same data, and one rank alone encodes nothing
@@ -396,7 +436,7 @@ def test_another_number_of_ranks_loads_a_checkpoint(gloo: Any, tmp_path: Path, n
 
 def fail_at_random(rank: int, name: str, seed: int, steps: int) -> None:
     """Each rank draws the same: whether a step fails, where, and on which rank."""
-    draws, way = random.Random(seed), WAYS[name]
+    draws, way = random.Random(seed), ON_CPU[name]
     disturbed, straight = two(way)
     found = places(rank, disturbed)
     assert found == places(rank, straight)
@@ -413,12 +453,26 @@ def fail_at_random(rank: int, name: str, seed: int, steps: int) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(60 + 2 * STEPS)
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_failures_at_random_points_leave_no_trace(gloo: Any, name: str) -> None:
     """In FNDDP_TEST_STEPS steps, as FNDDP_TEST_SEED says: another number tries other points."""
     seed = int(os.environ.get("FNDDP_TEST_SEED", "0"))
     print(f"FNDDP_TEST_SEED={seed}")
-    gloo(WAYS[name].ranks, fail_at_random, name, seed, STEPS, timeout=60 + 2 * STEPS)
+    gloo(ON_CPU[name].ranks, fail_at_random, name, seed, STEPS, timeout=60 + 2 * STEPS)
+
+
+def check_overflow(rank: int) -> None:
+    disturbed, straight = two(Unplanned)
+    held = disturbed.all
+    with pytest.raises(FloatingPointError, match="largest float16"):
+        disturbed.step(disturbed.batch(rank, 1, factor=1e9 if rank == 1 else 1.0))
+    assert disturbed.all == held
+    fail_somewhere(rank, disturbed)
+    go_on(rank, disturbed, straight)
+
+
+def test_a_gradient_beyond_a_checked_wire_and_an_error_after_it_leave_no_trace(gloo: Any) -> None:
+    gloo(2, check_overflow)
 
 
 # After the vote
@@ -462,15 +516,34 @@ def test_a_step_of_replicas_that_cannot_begin_at_a_gradient_raises(gloo: Any) ->
 
 
 def check_another_process_group(rank: int, name: str) -> None:
-    training = two(WAYS[name])[0]
-    late = training.model(training.batch(rank, 1))
+    training, is_class = two(WAYS[name])[0], name == "module"
+    late, saved = training.model(training.batch(rank, 1)), training.model.state_dict()
+    acts: list[Callable[[], Any]] = [
+        lambda: training.step(training.batch(rank, 1)),
+        lambda: training.set_sync("two_shot"),
+        lambda: training.model.load_state_dict(saved, assign=True),
+    ]
+    if is_class:
+        group = dist.new_group()
+        named = DistributedDataParallel(training.net(), process_group=group)
+        dist.destroy_process_group(group)
+        with pytest.raises(RuntimeError, match="and now it runs without a process group"):
+            named(training.batch(rank, 1))
+    again = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
-    other = partial(dist.init_process_group, "gloo", rank=0, world_size=1, store=dist.HashStore())
+    if is_class:
+        training.evaluate(training.batch(rank, 1))
+    alone = WAYS[name]() if is_class else None
+    other = partial(dist.init_process_group, "gloo", rank=rank, world_size=2, store=again)
     fix = "(wrap the module again|register the pipeline|attach it again)"
     for set_up in (lambda: None, other):
         set_up()
-        with pytest.raises(RuntimeError, match=rf"in the process group .* of 2 ranks, but it now runs .*{fix}"):
-            training.step(training.batch(rank, 1))
+        for act in acts if is_class else acts[:1]:
+            with pytest.raises(RuntimeError, match=rf"in the process group .* of 2 ranks, but it now runs .*{fix}"):
+                act()
+    if alone is not None:
+        with pytest.raises(RuntimeError, match="wrapped without a process group, but it now runs in .* of 2 ranks"):
+            alone.step(alone.batch(rank, 1))
     if name != "diloco":  # whose backward is torch's
         with pytest.raises(RuntimeError, match="of 2 ranks, but it now runs in"):
             late.backward()

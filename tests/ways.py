@@ -301,6 +301,8 @@ class Way:
         self.model.zero_grad()
         for each in batches[:-1]:
             with self.no_sync():
+                with self.no_sync():  # whose end is not that of the one around it
+                    pass
                 self.model(each).backward()
         self.model(batches[-1]).backward()
 
@@ -436,6 +438,7 @@ class ValueAndGrad(Way):
         saved = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=True)
         self.model.load_state_dict(saved[0])
         self.optimizer.load_state_dict(saved[1])
+        self.reset()
         if not reset_sync:
             self.kept = fnddp.load_state_dict(self.kept, saved[2])
 
@@ -658,6 +661,7 @@ def attached(name: str) -> type[Attach]:
     cells = {**Attach.cells}
     if name == "post_local_sgd":  # whose engine of parameters is set up in that step, as the wire's own error says
         cells["a dead wire"] = Refuses("the peer is gone")
+        cells["a failure in the first step"] = Absent("it exchanges nothing in it")
     if name == "des_loc":
         cells["an update in inference mode"] = Absent("AdamW's own state would be inference tensors")
     counted = OUTER[name].replace("every=1", "every=3")
@@ -739,6 +743,7 @@ else:
             return before(torchft.ManagerWire, "vote", 0, hangs_up) if rank == 1 else nullcontext()
 
     class Torchft(OfManager, Way):
+        cells = OfManager.cells | {"a checkpoint after a failure": Absent("a step that failed ends with its commit")}
         traps = "forward", "leaf", "middle"
         told = ""
 
@@ -766,12 +771,12 @@ else:
 
         def means(self, each: Batch) -> tuple[dict[str, Tensor | None], Any]:
             self.manager.start_quorum()
-            is_committed = False
             try:
                 done = super().means(each)
-            finally:
-                is_committed = self.manager.should_commit()
-            assert is_committed
+            except BaseException:
+                assert not self.manager.should_commit()
+                raise
+            assert self.manager.should_commit()
             return done
 
     TORCHFT = {"torchft": Torchft, "torchft_functional": TorchftFunctional}

@@ -22,6 +22,8 @@ NAMES = [name for name in WAYS if name not in TORCHFT]  # whose manager here is 
 FORWARD, BACKWARD = "an error of all ranks in forward", "an error of all ranks in backward"
 CELLS = {
     "a failure at each point": Absent("below"),
+    "a failure in the first step": Absent("below"),
+    "a checkpoint after a failure": Absent("training ends"),
     "an error in the update": Absent("others know of it one step later"),
     "a thread that evaluates": Absent("kernels run in any thread that waits"),
 }

@@ -156,25 +156,6 @@ def test_parameters_frozen_after_wrapping(rank: int) -> None:
         steps_by_hand(rank, model, plain, [i])
 
 
-@on_ranks(2)
-def test_parameters_frozen_when_wrapped_and_unfrozen_later(rank: int) -> None:
-    module, plain = Parts(), Parts()
-    for each in (module, plain):
-        each.b.requires_grad_(False)
-    model = DDP(module, **SMALL)
-    steps_by_hand(rank, model, plain, [0])
-    for each in (module, plain):
-        each.b.requires_grad_(True)
-    steps_by_hand(rank, model, plain, [1, 2])
-
-
-def test_new_parameters_are_named():
-    model = DDP(make_model())
-    model.module.append(nn.Linear(4, 4))
-    with pytest.raises(RuntimeError, match=r"5.weight, 5.bias required no gradient, or did not exist, when"):
-        model(batch(0, 0))
-
-
 def replace(model: DDP, position: int, layer: nn.Linear, what: str) -> None:
     if what == "parameter":
         model.module[position].weight, model.module[position].bias = layer.weight, layer.bias

@@ -49,20 +49,19 @@ SAID = "said.txt"  # what tests print, in the copy
 SUITES = {
     "plan": (
         ("fnddp/plan/**/*.py", "fnddp/ir/*.py"),
-        "plan engine period show kinds carriers cost step stats powersgd backends passes plan_cli hierarchical "
-        "execute laws",
+        "plan engine period show kinds carriers cost stats powersgd backends passes plan_cli hierarchical laws",
     ),
     "run": (
         ("fnddp/run/*.py",),
-        "engine adapters stats weights functional backward step backends kinds wire module schedules "
-        "execute plan failures choose drop_in/",
+        "engine adapters stats weights functional backward backends kinds wire module schedules "
+        "plan failures choose drop_in/",
     ),
     "memory": (("fnddp/transforms/memory.py",), "memory transforms schedules laws"),
     "transforms": (("fnddp/transforms/*.py",), "transforms powersgd schedules codecs memory laws carriers"),
     "module": (
         ("fnddp/adapters/**/*.py",),
         "stats backward backward_life nested_backward adapters drop_in/ functional weights module register owners "
-        "wire state agreement agreeing checkpoint schedules choose transforms failures failing_steps",
+        "wire state agreement checkpoint schedules choose transforms failures ways",
     ),
 }
 
