@@ -187,7 +187,8 @@ def test_a_failed_step_leaves_state_and_parameters_as_they_were(rank: int) -> No
         output.sum().backward()
     if rank == 0:
         assert str(caught.value).endswith(
-            "State and parameters are unchanged on all ranks, and gradients are not synchronized: clear them and continue"
+            "State and parameters are unchanged on all ranks, and gradients are not synchronized: clear them and "
+            "continue"
         )
         assert weight.grad.tolist() == [[11.0, 11.0]]
         assert bias.grad is None

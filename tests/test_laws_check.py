@@ -99,7 +99,9 @@ def test_on_the_ranks_of_a_process_group(rank):
 def test_leaves_that_hold_no_fractions_are_named_where_a_transform_fails_on_them():
     positive = breaking("positive", torch.abs)
     law = r"while checking law 1 .* of positive\(allreduce\) on rank .*"
-    with pytest.raises(RankFailed, match=rf"'Bool'\n{law}\nthe test gradients have leaves .*'flag': 'torch.bool'.* check\("):
+    with pytest.raises(
+        RankFailed, match=rf"'Bool'\n{law}\nthe test gradients have leaves .*'flag': 'torch.bool'.* check\("
+    ):
         laws.check(positive(allreduce), ranks=(2,))
 
 
