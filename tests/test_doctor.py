@@ -151,7 +151,7 @@ def test_the_verdict_is_what_auto_takes_and_what_is_faster() -> None:
         examination.verdict(little)
     )
     slower = replace(findings(**dict.fromkeys([best, *SIXTEEN_BITS], 3.01)), chosen=SIXTEEN_BITS[0])
-    assert f"takes {SIXTEEN_BITS[0]}, but the plain mean is no slower: " in examination.verdict(slower)
+    assert f"takes {SIXTEEN_BITS[0]}, but the plain mean is no slower (sync=\"allreduce\"): " in examination.verdict(slower)
     much = replace(findings(**{**dict.fromkeys([best, *SIXTEEN_BITS], 4.0)}), chosen=SIXTEEN_BITS[0])
     assert examination.verdict(much).endswith(f"Faster: {MEAN}, 1.33x as fast as that")
     nothing = findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99))

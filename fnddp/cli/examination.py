@@ -218,7 +218,7 @@ def verdict(findings: Findings) -> str:
     else:
         said = f'sync="auto" takes {auto.pipeline}: {plain.seconds / auto.seconds:.2f}x as fast as the plain mean'
         if auto.seconds >= plain.seconds:
-            said = f'sync="auto" takes {auto.pipeline}, but the plain mean is no slower'
+            said = f'sync="auto" takes {auto.pipeline}, but the plain mean is no slower (sync="allreduce")'
         if auto.seconds > (1 - MARGIN) * plain.seconds:
             said += ': "auto" does not know how much communication backward hides'
     if best.seconds <= (1 - MARGIN) * plain.seconds:
