@@ -168,8 +168,8 @@ def _stated(law: Callable[..., None]) -> Callable[..., None]:
             whole = {path: str(leaf.dtype) for path, leaf in leaves.items() if not leaf.dtype.is_floating_point}
             if whole:
                 error.add_note(
-                    f"leaves of the trees that are tried have all dtypes, here {whole}; if the pipeline is for "
-                    "fractions only, give gradients of your own: check(sync, grads=lambda rank, step: {...})"
+                    f"the test gradients have leaves of all dtypes, here {whole}; if the pipeline only supports "
+                    "floating point, pass your own gradients: check(sync, grads=lambda rank, step: {...})"
                 )
             raise
 
@@ -211,7 +211,7 @@ def law_1_outputs_are_like_inputs(rank: int, sync: Sync, grads: Grads) -> None:
         state = done.state
         given += [done.mean[path] for path in spoiled.keys() & done.mean.keys() if done.mean[path].numel()]
     is_shown = not given or any(not mean.isfinite().all() for mean in given)
-    _require(is_shown, "gradients of all ranks are NaN, and no mean is; say so, with hides_nonfinite = True")
+    _require(is_shown, "gradients of all ranks are NaN, but no mean is; declare this with hides_nonfinite = True")
 
 
 @_stated
@@ -316,7 +316,7 @@ def law_6_lowered_is_eager(
         everyone = gather(bits(done.mean)) if sync.agrees else []
         _require(everyone[1:] == everyone[:-1], f"{where}: ranks have other bits of the engine's mean")
     for step in range(STEPS if exact else 0):
-        what = f"with {donation} a later step has written over step {step}'s mean of"
+        what = f"with {donation} a later step has overwritten step {step}'s mean of"
         _require_same_bits(got[step], want[step], what)
 
 
@@ -546,9 +546,9 @@ def engine_step(engine: Engine, state: State, grads: Tree, order: random.Random)
     for path in order.sample(list(leaves), len(leaves)):
         step.feed(path, leaves[path].clone())
     done = step.finish()
-    _require(not done.unused, f"the engine takes {sorted(done.unused)} for unused, but all ranks gave their gradients")
+    _require(not done.unused, f"the engine treats {sorted(done.unused)} as unused, but all ranks passed gradients")
     given = [path for path in leaves if path in done.mean] if engine.sync.skips else list(leaves)
-    _require(sorted(done.mean) == sorted(given), f"the engine gives means of {list(done.mean)}, not of {given}")
+    _require(sorted(done.mean) == sorted(given), f"the engine returns means of {list(done.mean)}, not of {given}")
     return done
 
 

@@ -43,7 +43,7 @@ misprinted.__repr__ = lambda self: repr(self.inner)
     ("broken", "grads", "message"),
     [
         (widening, laws.model, r"law 1 \(outputs are like inputs\) .* step 0: leaf 'conv.weight' is float64"),
-        (hiding, laws.model, r"law 1 \(.*\) .*: gradients of all ranks are NaN, and no mean is; say so"),
+        (hiding, laws.model, r"law 1 \(.*\) .*: gradients of all ranks are NaN, but no mean is; declare this"),
         (dividing, laws.model, r"law 1 \(.*\) .* step 4: leaf 'conv.weight': the mean of zeros is not finite"),
         (disagreeing, laws.model, r"law 2 \(.*\) .* step 0: leaf 'conv.weight', on rank 1 .* off by up to 1, in 288"),
         (writing, laws.model, r"law 3 \(.*\) .* step 0: the given gradient 'conv.weight' is off by"),
@@ -99,7 +99,9 @@ def test_on_the_ranks_of_a_process_group(rank):
 def test_leaves_that_hold_no_fractions_are_named_where_a_transform_fails_on_them():
     positive = breaking("positive", torch.abs)
     law = r"while checking law 1 .* of positive\(allreduce\) on rank .*"
-    with pytest.raises(RankFailed, match=rf"'Bool'\n{law}\nleaves of the trees .*'flag': 'torch.bool'.* check\("):
+    with pytest.raises(
+        RankFailed, match=rf"'Bool'\n{law}\nthe test gradients have leaves .*'flag': 'torch.bool'.* check\("
+    ):
         laws.check(positive(allreduce), ranks=(2,))
 
 
@@ -115,7 +117,7 @@ def test_a_failure_is_one_error_with_its_hint_first_and_one_traceback():
     first, second, hint, *_ = said.splitlines()
     assert re.fullmatch(r"rank \d: .*", first)
     assert second.startswith("while checking law 1 ")
-    assert hint.startswith("leaves of the trees that are tried have all dtypes")
+    assert hint.startswith("the test gradients have leaves of all dtypes")
     assert said.count("Traceback (most recent call last)") == 1
     assert "SystemExit" not in said
     assert not any(isinstance(error, SystemExit) for error in caught.value.errors.values())

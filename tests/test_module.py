@@ -423,7 +423,7 @@ def test_what_is_a_sum_over_ranks_is_not_added_up_again(rank: int) -> None:
     before = model.module.bias.grad
     assert before is not None
     assert before.tolist() == [6.0, 6.0]
-    with pytest.raises(RuntimeError, match=r"'weight' has a gradient that is a sum over ranks .* within no_sync\(\)"):
+    with pytest.raises(RuntimeError, match=r"'weight' already has a gradient summed over ranks, .* within no_sync\(\)"):
         model(X).sum().backward()
     assert before.tolist() == [6.0, 6.0]
     for set_to_none in (True, False):

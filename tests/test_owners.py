@@ -915,7 +915,7 @@ def test_what_a_failed_step_has_left_is_not_saved(rank: int, tmp_path: Path):
         optimizer.step()
     with pytest.raises(RuntimeError, match="restart from a checkpoint") as raised:
         model(torch.ones(2, 6), True)
-    assert "clear them and go on" not in str(raised.value)  # which would say the opposite
+    assert "clear them and continue" not in str(raised.value)  # which would say the opposite
     for use in (
         lambda: save(tmp_path, model, optimizer),
         lambda: save(tmp_path, model),

@@ -105,13 +105,13 @@ BAD_OPTIONS = {
     "error_feedback(allreduce, decay=1.5)": r"decay must be in \[0, 1\], got 1.5",
     "error_feedback(allreduce, residual='int4')": "error_feedback: residual must be one of float32, int8, got 'int4'",
     "error_feedback(allreduce, decay=-0.5)": r"decay must be in \[0, 1\], got -0.5",
-    "error_feedback(all_reduce(op='min'))": "losses do not add up",
+    "error_feedback(all_reduce(op='min'))": "compression errors do not add up",
     "ef21(allgather, eta=0)": r"ef21: eta must be in \(0, 1\], got 0",
     "ef21(allgather, eta=1.5)": "got 1.5",
-    "ef21(all_reduce(op='max'))": "losses do not add up",
+    "ef21(all_reduce(op='max'))": "compression errors do not add up",
     "momentum_correction(allgather, momentum=1.0)": r"momentum must be in \[0, 1\), got 1.0",
     "momentum_correction(allgather, momentum=-0.1)": "got -0.1",
-    "momentum_correction(all_reduce(op='min'))": "losses do not add up",
+    "momentum_correction(all_reduce(op='min'))": "compression errors do not add up",
     "shared_momentum(allreduce, beta=1.0)": r"shared_momentum: beta must be in \[0, 1\), got 1.0",
     "shared_momentum(allreduce, beta=-0.1)": "got -0.1",
     "shared_momentum(bf16(all_reduce(op='sum')))": "takes a sum over ranks, .*; use a mean",
@@ -348,7 +348,7 @@ def test_a_state_of_another_tree_is_named(text):
         sync({"w": torch.ones(20, 20)}, state)
     with pytest.raises(ValueError, match=r"an entry of shape .* for leaf 'other', which needs one of shape"):
         sync({"other": torch.ones(21, 21)}, state)
-    with pytest.raises(ValueError, match=r"an entry for 'other', which is no leaf that needs one"):
+    with pytest.raises(ValueError, match=r"an entry for 'other', which is not a leaf that needs one"):
         sync({}, state)
 
 
@@ -369,7 +369,7 @@ def test_a_residual_of_another_dtype_is_named():
     grads = {"w": torch.ones(64, 32)}
     with pytest.raises(ValueError, match=r"no entry for leaf 'w', which needs one of shape \(16,\)"):
         small(grads, wide.init(grads))
-    with pytest.raises(ValueError, match="an entry for 'w', which is no leaf that needs one"):
+    with pytest.raises(ValueError, match="an entry for 'w', which is not a leaf that needs one"):
         wide(grads, small.init(grads))
     with pytest.raises(ValueError, match=r"missing \['local/scale.w'\]"):
         fnddp.load_state_dict(small.init(grads), fnddp.state_dict(wide.init(grads)))

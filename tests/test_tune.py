@@ -112,7 +112,7 @@ def test_of_about_equal_ones_what_auto_takes_wins() -> None:
 def test_what_may_not_win_is_named_after_what_does() -> None:
     found = tuned(EXACT, HALF, GOOD, chosen="bf16(allreduce)", among=("allreduce", "bf16(allreduce)"))
     assert found.winner is HALF
-    assert found.notes[1].startswith("Of this model alone, good loses as little, 2.00x as fast as bf16(allreduce)")
+    assert found.notes[1].startswith("For this model only, good loses as little, 2.00x as fast as bf16(allreduce)")
 
 
 def test_a_front_and_how_much_worse_is_good_enough() -> None:

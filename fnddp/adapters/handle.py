@@ -152,7 +152,7 @@ class HasPipeline:
         raise with them.
         """
         with device_of(self._engine.device).selected():
-            about = 'the pipeline that "auto" took, or a checkpoint has replaced'
+            about = 'the pipeline that "auto" chose or a checkpoint replaced'
             agree_over(lambda: {about: repr(self.sync.over(None))}, [self._group], other_groups)
         self._compares = False
 

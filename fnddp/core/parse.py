@@ -17,9 +17,9 @@ T = TypeVar("T")
 MAX_DEPTH = 100
 
 ABOUT_AUTO = (
-    '"auto" stands alone: no pipeline contains it. sync="auto" measures the link between the running ranks of a '
-    "wrapped model and takes the fastest pipeline that is safe; for ranks that are not running, "
-    "fnddp.choose(params, link) and `fnddp plan auto --link 1gbit` name it"
+    '"auto" cannot be part of a pipeline. sync="auto" measures the link between the ranks of a wrapped model and '
+    "takes the fastest safe pipeline; without running ranks, fnddp.choose(params, link) and `fnddp plan auto --link "
+    "1gbit` name it"
 )
 
 

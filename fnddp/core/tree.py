@@ -230,7 +230,7 @@ def check_entries(
             problem = f"{has} for leaf {path!r}, which needs one of shape {tuple(shape)}"
     for path in entries:
         if not problem and path not in shapes:
-            problem = f"an entry for {path!r}, which is no leaf that needs one"
+            problem = f"an entry for {path!r}, which is not a leaf that needs one"
     if problem:
         raise ValueError(f"{owner}: the state has {problem}; it was made for {made_for}: call init on this one")
 

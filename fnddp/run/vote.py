@@ -248,7 +248,7 @@ class Vote:
         failures = "; ".join(f"rank {rank} failed with {why}" for rank, why in reasons if why is not None)
         return (
             f"{failures}. State and parameters are unchanged on all ranks, and gradients are not synchronized: clear "
-            "them and go on"
+            "them and continue"
         )
 
 

@@ -455,11 +455,11 @@ class Tuned:
         elif best.pipeline in self.kind.safe():
             notes = [f"{takes}: it does not know how long backward takes"]
         else:
-            notes = [f"{takes}: it takes only what is safe in the study, since it knows no loss of yours"]
+            notes = [f"{takes}: it only takes pipelines that are safe in the study, as it does not know your losses"]
         faster = replace(self, among=None).winner
         if best is not None and faster is not None and faster is not best and not self._may_win(faster):
             ratio = f"{best.seconds / faster.seconds:.2f}x as fast as {best.pipeline}"
-            notes.append(f"Of this model alone, {faster.pipeline} loses as little, {ratio}: try --model with yours")
+            notes.append(f"For this model only, {faster.pipeline} loses as little, {ratio}: try --model with your own")
         return notes
 
 

@@ -38,7 +38,7 @@ class Memory(Sync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_sums(self, "whose losses do not add up")
+        require_sums(self, "whose compression errors do not add up")
         name = type(self).__name__
         for inner in all_in(self.inner):
             other = type(inner).__name__

@@ -28,7 +28,7 @@ class Drawn(Sync):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_sums(self, "and what is not drawn comes back as zeros")
+        require_sums(self, "and elements that are not drawn come back as zeros")
         require_share(type(self).__name__, self.ratio, self.counted, getattr(self, self.counted))
 
     @abc.abstractmethod

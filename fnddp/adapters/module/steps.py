@@ -208,9 +208,9 @@ class Steps:
         if filled and torch.stack([*filled.values()]).any():  # stacked, so that the host waits for an accelerator once
             again = next(name for name, is_filled in filled.items() if is_filled)
             self._stop(
-                f"parameter {again!r} has a gradient that is a sum over ranks already, which {self.engine.sync!r} "
-                "would add up again with what this backward adds; call optimizer.zero_grad() before each backward, or "
-                "run all but the last within no_sync()"
+                f"parameter {again!r} already has a gradient summed over ranks, and {self.engine.sync!r} would sum it "
+                "again together with this backward's; call optimizer.zero_grad() before each backward, or run all but "
+                "the last within no_sync()"
             )
         if not keeps_graph:
             self._fast.open(step, task, {self.engine.positions[name] for name in grads})

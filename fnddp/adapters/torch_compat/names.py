@@ -219,12 +219,12 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
     def _replace_plain(self, sync: Sync, hook: str) -> None:
         logged = self._log.facts.get("comm_hook")
         if logged is not None:
-            self._log_and_throw(RuntimeError, f"the hook {logged} is registered already; set `sync` to change it")
+            self._log_and_throw(RuntimeError, f"the hook {logged} is already registered; set `sync` to change it")
         if self.sync.over(None) != allreduce:
             self._log_and_throw(
                 RuntimeError,
-                f"gradients are synchronized by {self.sync!r}, which the hook {hook} would replace; leave out sync= "
-                "when you wrap the module, or write fnddp.from_hook(hook, state) into the pipeline",
+                f"gradients are synchronized by {self.sync!r}, which the hook {hook} would replace; remove sync= when "
+                "wrapping the module, or put fnddp.from_hook(hook, state) into the pipeline",
             )
         self.sync = sync
         self._log.facts["comm_hook"] = hook
