@@ -12,6 +12,10 @@ from fnddp.core.sync import State, Sync
 from fnddp.ir.program import Collective, Held, LeafSpec, Name, Scratch, Segment
 
 
+LONGEST = 10_000
+"""Number of steps to follow the counters of a pipeline."""
+
+
 def require_backend(backend: str | None) -> None:
     """Raise a ValueError unless `backend` can run segments."""
     if backend not in (None, "inductor"):
@@ -47,6 +51,7 @@ class PlanData:
         means: The name of the mean of each leaf.
         state: The name of each part of the next state, or a number.
         following: Function of the arguments of `phase.holds` that returns the counters of the next step.
+        numbers: The arguments of `phase.holds` for which the plan was made.
         overwrites: Leaves with gradients that a step writes over.
         overwrites_state: Positions of the parts of the state that are written over.
         results: Leaves with means in separate, persistent memory.
@@ -65,6 +70,7 @@ class PlanData:
     state: tuple[Any, ...]
     phase: Phase
     following: Callable[[Sequence[int]], tuple[int, ...]]
+    numbers: tuple[int, ...] = ()
     overwrites: frozenset[str] = frozenset()
     overwrites_state: tuple[int, ...] = ()
     results: frozenset[str] = frozenset()
@@ -78,6 +84,22 @@ class PlanData:
     def collectives(self) -> tuple[Collective, ...]:
         """The collectives, in the order in which every rank issues them."""
         return tuple(segment.launches for segment in self.segments if segment.launches is not None)
+
+    @property
+    def uncapturable(self) -> str | None:
+        """The reason why one CUDA graph cannot replay all steps from this one on; None if it can.
+
+        A pipeline that reads values has no plan, and none of its steps can be captured.
+        """
+        numbers, n = self.numbers, len(self.phase.counters)
+        for steps in range(1, LONGEST):
+            following = (*self.following(numbers), *numbers[n:])
+            if following == numbers:
+                return None
+            if not self.phase.holds(following):
+                return f"another plan follows after {steps} step{'s' * (steps > 1)}, so each phase needs its own graph"
+            numbers = following
+        return None
 
     @property
     def operations(self) -> int:
