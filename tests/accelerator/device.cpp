@@ -191,6 +191,8 @@ void wait_for(c10::Stream stream, const Mark& mark) {
   auto& capture = runtime().capture;
   if (mark->is_captured) {
     TORCH_CHECK(capture && capture->marks.count(mark.get()), "an event of another capture is waited for");
+    if (!stream.id())
+      refuse("the default stream waits for captured work");
     capture->streams.insert(stream.id());
   } else if (is_captured(stream)) {
     refuse("a wait for work that is not captured");
