@@ -72,7 +72,7 @@ class Device:
     def refuse_capture(self, what: str) -> None:
         """Raise a RuntimeError that names `what` if operations on the current stream are captured in a graph."""
         if self.is_capturing():
-            raise RuntimeError(f"{what}, and a captured step cannot do that: the host waits for nothing in it")
+            raise RuntimeError(f"{what}, which cannot be captured in a graph")
 
     def graph(self, stream: Stream) -> tuple[Any, AbstractContextManager[object]]:
         """Return a new graph, and a context that captures the block's operations in it, on `stream`.

@@ -1,7 +1,6 @@
 """`make_graphed_callable`: a training step as one launch, captured in CUDA graphs."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -40,7 +39,7 @@ class make_graphed_callable(Generic[P, T]):
     stream, other threads may use the device, arguments are copied into the graph's memory, the pipeline's state keeps
     its memory, its counters are on the device, and each phase of the pipeline (`warmup`, `every`) has its own graph.
 
-    The wrong choice if a step is not limited by its host, or reads values (`loss.item()`, a `GradScaler`, `check=True`).
+    The wrong choice if a step does not wait for its host, or reads values (`loss.item()`, a `GradScaler`, `check=True`).
     A rank that fails between steps leaves the others in a collective, without the timeout of torch.distributed.
 
     Args:

@@ -11,7 +11,6 @@ from fnddp.core import tree
 from fnddp.core.sync import State, Sync
 from fnddp.ir.program import Collective, Held, LeafSpec, Name, Scratch, Segment
 
-
 LONGEST = 10_000
 """Number of steps to follow the counters of a pipeline."""
 

@@ -193,7 +193,7 @@ class Engine:
         """Return the memory that captured steps use. If one has failed, drop it, and restore `counts` instead."""
         captured, self.captured = self.captured, []
         if failed:  # buffers that were made in it have no values
-            self.counts, self._programs = counts, []
+            self.counts, self._programs, self.broken = counts, [], None
             self._memory.clear()
         return captured
 
@@ -283,7 +283,8 @@ class Engine:
             with in_profile("start"):
                 step = self._begin(given, 1.0 if self.sync.takes_weight else scale, captures)
         except BaseException as error:
-            if any(self.wire.size(group) > 1 for group in self.groups or {None}):  # other ranks may have begun
+            # Other ranks may have begun.
+            if not captures and any(self.wire.size(group) > 1 for group in self.groups or {None}):
                 self.broken = error
             raise
         if given is not None and sends:
