@@ -11,7 +11,6 @@ from fnddp.core import tree
 from fnddp.core.options import checked_int
 from fnddp.device import accelerator, current, device_of
 from fnddp.run.engine import Engine, noting_engines
-from fnddp.run.program import Program
 from fnddp.wire import control
 from fnddp.wire.c10d import C10d
 
@@ -39,8 +38,8 @@ class make_graphed_callable(Generic[P, T]):
     stream, other threads may use the device, arguments are copied into the graph's memory, the pipeline's state keeps
     its memory, its counters are on the device, and each phase of the pipeline (`warmup`, `every`) has its own graph.
 
-    The wrong choice if a step does not wait for its host, or reads values (`loss.item()`, a `GradScaler`, `check=True`).
-    A rank that fails between steps leaves the others in a collective, without the timeout of torch.distributed.
+    The wrong choice if a step does not wait for its host, or reads values (`loss.item()`, a GradScaler, `check=True`).
+    If a rank fails between two steps, the others wait for it, and the process group's timeout does not end that.
 
     Args:
         step: The step. It takes and returns pytrees of tensors. Arguments that are not tensors must not change.
@@ -75,7 +74,7 @@ class make_graphed_callable(Generic[P, T]):
         self._stream = self._device.stream()
         self._engines: dict[Engine, int] = {}  # and the numbers of engines of their lanes
         self._optimizers: dict[torch.optim.Optimizer, Any] = {}  # and what must not change
-        self._graphs: dict[tuple[Program | None, ...], _Captured] = {}
+        self._graphs: dict[Any, _Captured] = {}  # by the programs of the engines
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Take a step. See the class for errors."""
@@ -99,14 +98,14 @@ class make_graphed_callable(Generic[P, T]):
             engine.pin()
         if self._graphs:
             self._require_unchanged()
-        programs = tuple(engine.next_program() for engine in self._engines)
-        if programs in self._graphs:
-            captured = self._graphs[programs]
-            self._copy(given, captured.inputs)
-            for engine, program in zip(self._engines, programs, strict=True):
-                engine.count(program)
-        elif None in programs:  # a phase begins
+        found = {engine: program for engine in self._engines if (program := engine.next_program()) is not None}
+        programs = tuple(found.values())
+        if len(found) < len(self._engines):  # a phase begins
             return self._run(given)
+        if captured := self._graphs.get(programs):
+            self._copy(given, captured.inputs)
+            for engine, program in found.items():
+                engine.count(program)
         else:
             captured = self._graphs[programs] = self._capture(given)
         captured.graph.replay()
@@ -114,6 +113,7 @@ class make_graphed_callable(Generic[P, T]):
 
     def _run(self, given: Any) -> Any:
         args, kwargs = given
+        step: Any = self._step
 
         def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             self._optimizers.setdefault(optimizer)
@@ -121,7 +121,7 @@ class make_graphed_callable(Generic[P, T]):
         with noting_engines() as engines:
             noted = register_optimizer_step_pre_hook(note)
             try:
-                return self._step(*args, **kwargs)
+                return step(*args, **kwargs)
             finally:
                 noted.remove()
                 self._engines |= {engine: engine.lane.engines for engine in engines if engine.owns_state}

@@ -164,9 +164,9 @@ class Engine:
             self._take(state)
             return
         for i, part in enumerate(tree.flatten_any(state)[0]):  # into the memory that graphs read
-            self._parts[i].copy_(part) if isinstance(part, Tensor) else self._parts[i].fill_(part)
             if i in self.counts:
                 self.counts[i] = part
+            self._parts[i].fill_(part) if i in self.counts else self._parts[i].copy_(part)
 
     def pin(self) -> None:
         """Keep the state in the same memory from now on, with its counters on the device, so that graphs can use it.

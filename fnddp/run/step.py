@@ -85,8 +85,7 @@ class Step:
         notices: The `notice` of earlier steps on an accelerator, of this and other engines.
         observer: Names the parts of the step in profiles, and measures their times if it is asked to.
         is_pinned: True to write the next state into the memory of this one.
-        captures: True if the step is captured in a graph, and does not run. Then it asks nothing of other ranks, and the
-            host waits for nothing.
+        captures: True if the step is captured in a graph, and does not run. Then the host waits for nothing.
 
     Attributes:
         is_open: True until it has ended.

@@ -1,8 +1,8 @@
 """The law of replay: a captured step is the eager step, to the bit, as often as it is replayed.
 
-The device of this folder captures with the rules of CUDA's graphs: a wait of the host, pinned memory, or a wait for work
-outside of the graph is an error, streams must be joined, and a replay reads and writes the memory of the capture. So a
-number of the host that changes from step to step, or memory that does, shows in the bits.
+The device of this folder captures with the rules of CUDA's graphs: a wait of the host, pinned memory, or a wait for
+work outside of the graph is an error, streams must be joined, and a replay reads and writes the memory of the capture.
+So a number of the host that changes from step to step, or memory that does, shows in the bits.
 """
 
 from collections.abc import Callable

@@ -245,7 +245,7 @@ class DistributedDataParallel(TorchNames):
                 each.require_backward_grad_sync = was
 
     @contextmanager
-    def weight(self, count: float) -> Generator[None]:
+    def weight(self, count: float | Tensor) -> Generator[None]:
         """Weight this rank's gradients by `count` in the means of backwards that begin in the block, for `weighted`.
 
         If the loss is a mean over this many tokens, `with model.weight(tokens): loss.backward()` gives the gradient of
@@ -253,7 +253,8 @@ class DistributedDataParallel(TorchNames):
         submodule that is wrapped itself has its own `weight`.
 
         Args:
-            count: Number of samples or tokens. It may be 0, but not on all ranks; such a gradient may even be NaN.
+            count: Number of samples or tokens. It may be 0, but not on all ranks; such a gradient may even be NaN. In a
+                captured step it must be a tensor on the device, and is not checked.
 
         Raises:
             TypeError: The pipeline is not `weighted`.
