@@ -9,6 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fnddp.core import tree
 from fnddp.core.options import checked_int
+from fnddp.core.state import placed
 from fnddp.device import accelerator, current, device_of
 from fnddp.run.engine import Engine, noting_engines
 from fnddp.wire import control
@@ -106,6 +107,7 @@ class make_graphed_callable(Generic[P, T]):
             self._copy(given, captured.inputs)
             for engine, program in found.items():
                 engine.count(program)
+                engine.steps += 1
         else:
             captured = self._graphs[programs] = self._capture(given)
         captured.graph.replay()
@@ -163,8 +165,8 @@ class make_graphed_callable(Generic[P, T]):
     def _copy(self, given: Any, inputs: Any) -> None:
         for new, static in zip(*(tree.flatten_any(each)[0] for each in (given, inputs)), strict=True):
             if isinstance(new, Tensor) and isinstance(static, Tensor):
-                if (new.shape, new.dtype, new.device) != (static.shape, static.dtype, static.device):
-                    raise ValueError(f"{_OWNER}: it was captured with {_described(static)}, got {_described(new)}")
+                if (got := placed(new)) != (was := placed(static)):
+                    raise ValueError(f"{_OWNER}: it was captured with {was}, got {got}; make another callable")
                 static.copy_(new)
             elif new is not static and new != static:
                 raise ValueError(f"{_OWNER}: it was captured with {static!r}, got {new!r}; make another callable")
@@ -198,7 +200,3 @@ def _fixed(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         found |= {f"{key} of group {i}": v for key, v in group.items() if key != "params" and not isinstance(v, Tensor)}
         found[f"the memory of a parameter of group {i}"] = [p.data_ptr() for p in group["params"]]
     return found
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"

@@ -41,6 +41,8 @@ from fnddp.wire.weights import Weight
 SLOW_SECONDS = 2
 """Seconds after which a lowering is logged, because the step that waits for it may seem to hang."""
 
+_NO_PLAN = "it has no plan: it reads values, or runs foreign code"
+
 MAX_PHASES = 8  # plans kept: few phases suffice, unless each plan holds for one value of a growing counter
 
 
@@ -177,7 +179,7 @@ class Engine:
         if self.counts is not None:
             return
         if isinstance(self.wire, Elastic) or self.plan is None:
-            raise _not_captured(self.sync, "its ranks come and go" if self.plan else "it has no plan, see `lower`")
+            raise _not_captured(self.sync, _NO_PLAN if self.plan is None else "its ranks come and go")
         device = device_of(self.device)
         self.counts = {i: part for i, part in enumerate(self._parts) if not isinstance(part, Tensor)}
         self._parts = [
@@ -302,7 +304,7 @@ class Engine:
         if program is None or self.learns_order:
             problem = "the first steps lower it and agree on an order: run three before"
         elif program.plan is None or isinstance(self.wire, Elastic):
-            problem = "its ranks come and go" if program.plan else "it has no plan, see `lower`"
+            problem = _NO_PLAN if program.plan is None else "its ranks come and go"
         elif self.counts is None and self.owns_state and self._parts:
             problem = "its state changes memory; capture it with fnddp.make_graphed_callable"
         elif not self.owns_state and [self._parts[i] for i in program.plan.phase.counters] != self._following(program):
