@@ -91,12 +91,12 @@ class PlanData:
         A pipeline that reads values has no plan, and none of its steps can be captured.
         """
         numbers, n = self.numbers, len(self.phase.counters)
-        for steps in range(1, LONGEST):
+        for _ in range(LONGEST):
             following = (*self.following(numbers), *numbers[n:])
             if following == numbers:
                 return None
             if not self.phase.holds(following):
-                return f"another plan follows after {steps} step{'s' * (steps > 1)}, so each phase needs its own graph"
+                return "another plan follows this one, and each needs its own graph"
             numbers = following
         return None
 
