@@ -53,12 +53,15 @@ if [ "$kind" = cuda ]; then
     part gpt2 170 "${bench[@]}" allreduce "bf16(two_shot)" "quantize(two_shot)" "quantize(two_shot, bits=4)" "$whole" \
         --ranks 1 --model gpt2 --against ddp,bf16_hook,powersgd_hook,none --pairs 12 --out "$out/gpt2"
     part launches 100 python3 benchmarks/measure_kernels.py --device cuda
+    part captured 60 python3 benchmarks/captured_steps.py
+    part captured_by_two 60 python3 -m torch.distributed.run --nproc-per-node 2 benchmarks/captured_steps.py
     part shared 60 "${bench[@]}" allreduce "quantize(two_shot)" "$whole" --ranks 2 --against ddp --pairs 8 \
         --out /tmp/fnddp-shared
 else
     part codecs 60 "${bench[@]}" --codecs allgather "quantize(allgather)"
     part digits 60 "${bench[@]}" allreduce "quantize(two_shot)" --ranks 1 --model digits --against ddp --pairs 2 \
         --out "$out/digits"
+    part captured 60 python3 benchmarks/captured_steps.py --device "$kind" --leaves 4
 fi
 [ "$kind" = sim ] || part tests 300 python3 -m pytest -q -p no:cacheprovider tests/gpu
 cat "$out/summary.md"

@@ -4,6 +4,7 @@ from fnddp.adapters.ddp import Handle as Handle
 from fnddp.adapters.ddp import register as register
 from fnddp.adapters.functional import jit as jit
 from fnddp.adapters.functional import value_and_grad as value_and_grad
+from fnddp.adapters.graphs import make_graphed_callable as make_graphed_callable
 from fnddp.adapters.handle import log_sync_stats as log_sync_stats
 from fnddp.adapters.hook import from_hook as from_hook
 from fnddp.adapters.module.wrapper import DistributedDataParallel as DistributedDataParallel

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
@@ -63,6 +64,23 @@ class Device:
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
         """Prevent reuse of the memory of `tensor` until `stream` has done everything started on it so far."""
+
+    def is_capturing(self) -> bool:
+        """Return whether operations on the current stream are captured in a graph, instead of run."""
+        return False
+
+    def refuse_capture(self, what: str) -> None:
+        """Raise a RuntimeError that names `what` if operations on the current stream are captured in a graph."""
+        if self.is_capturing():
+            raise RuntimeError(f"{what}, which cannot be captured in a graph")
+
+    def graph(self, stream: Stream) -> tuple[Any, AbstractContextManager[object]]:
+        """Return a new graph, and a context that captures the block's operations in it, on `stream`.
+
+        Raises:
+            RuntimeError: torch has no graphs for such devices.
+        """
+        raise RuntimeError(f"torch captures no graphs on {self.device.type}")
 
     def selected(self) -> AbstractContextManager[object]:
         """Make this the current device of its kind within the block."""
@@ -136,14 +154,30 @@ class Accelerator(Device):
         if tensor.device == self.device:  # parts of a state may be on the host
             tensor.record_stream(stream)
 
+    def is_capturing(self) -> bool:
+        ask = getattr(torch.get_device_module(self.device), "is_current_stream_capturing", None)
+        return ask is not None and ask()
+
+    def graph(self, stream: Stream) -> tuple[Any, AbstractContextManager[object]]:
+        module: Any = torch.get_device_module(self.device)
+        if not hasattr(module, "CUDAGraph"):
+            return super().graph(stream)
+        made = module.CUDAGraph()
+        # Other threads may query events meanwhile, as NCCL's watchdog does.
+        return made, module.graph(made, stream=stream, capture_error_mode="thread_local")
+
     def selected(self) -> AbstractContextManager[object]:
         return torch.accelerator.device_index(self.device.index)
 
     def of_host(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        if self.is_capturing():  # a replay would copy from memory of the host that is not kept
+            runs = [(value, len([*equal])) for value, equal in groupby(values)]
+            return torch.cat([torch.full((n,), value, dtype=dtype, device=self.device) for value, n in runs])
         # From pinned memory: to copy from other memory, the host would wait for everything started before.
         return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(self.device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Callable[[], list[int]]:
+        self.refuse_capture("numbers are copied to the host")
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
             tensor, non_blocking=True
         )

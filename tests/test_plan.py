@@ -314,3 +314,24 @@ def test_what_another_trace_has_asked_does_not_hold_for_another_default_dtype():
             assert {each.spec.dtype for each in operations if each.spec is not None} == {torch.float16, dtype}
     finally:
         torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    ("text", "phases"),
+    [
+        ("allreduce", False),
+        ("quantize(two_shot, rounding='stochastic')", False),  # counts steps for its random numbers, for ever
+        ("warmup(fp16(allreduce), 3)", True),
+        ("every(2, allreduce)", True),
+        ("powersgd(allreduce, rank=1, refresh=900)", True),
+    ],
+)
+def test_a_plan_tells_whether_one_graph_replays_all_later_steps(text: str, phases: bool) -> None:
+    params = {"w": torch.empty(64, 64, device="meta")}
+    plan = fnddp.lower(text, params, world_size=2)
+    assert (plan.uncapturable is not None) == phases
+    assert ("CUDA graphs: another plan follows" in str(plan)) == phases
+    if text.startswith("warmup"):
+        state = plan.sync.init(params)
+        last = fnddp.lower(text, params, world_size=2, state=state._replace(step=3))
+        assert last.uncapturable is None

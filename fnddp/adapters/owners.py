@@ -24,6 +24,7 @@ from fnddp.core.state import describe, load_state_dict, on_cpu
 from fnddp.core.state import state_dict as of_state
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import without_wrappers
+from fnddp.device import device_of
 from fnddp.plan.plan import Plan
 from fnddp.reducers.halves import Owners, with_halves
 from fnddp.run.engine import begin_next
@@ -158,6 +159,9 @@ class OwnerDataParallel(DistributedDataParallel):
     def _step(self, sharded: OwnedOptimizer, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._steps.settle()
         self._steps.require_same_world()
+        device = device_of(self.device)
+        if sharded.has_own_memory or len(self._sharded) > 1:
+            device.refuse_capture("own compares weights, or the optimizers that ranks step, on the host")
         self._require_same_optimizer(sharded)
         is_over = False
 
@@ -174,7 +178,7 @@ class OwnerDataParallel(DistributedDataParallel):
         try:
             return torch_private.between_step_hooks(sharded.optimizer, run, args, kwargs)
         except BaseException as error:
-            if not is_over:  # the other ranks wait for this rank's weights
+            if not is_over and not device.is_capturing():  # the other ranks wait for this rank's weights
                 begin_next([sharded.engine])
                 sharded.engine.fail(error)
                 self._end_by(error)

@@ -126,7 +126,7 @@ def require_like(owner: str, state: State, template: State) -> State:
     ValueError: the state of error_feedback(allreduce) for this model has float32[2] on cpu as 'residual.w', got
     float32[3] on cpu; load a saved one with fnddp.load_state_dict(<the current state>, saved)
     """
-    want, have = [{part.path: _placed(part.value) for part in parts(s)} for s in (template, state)]
+    want, have = [{part.path: placed(part.value) for part in parts(s)} for s in (template, state)]
     differ = [path for path in dict.fromkeys([*want, *have]) if want.get(path) != have.get(path)]
     problem = ""
     if differ:
@@ -157,7 +157,8 @@ def shared(state: State) -> State:
     return tree.map_tensors(lambda part: part.data, state)
 
 
-def _placed(value: Any) -> str:
+def placed(value: Any) -> str:
+    """Return `describe` of a value, with a tensor's device."""
     return f"{describe(value)} on {value.device}" if isinstance(value, Tensor) else describe(value)
 
 

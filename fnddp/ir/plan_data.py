@@ -11,6 +11,9 @@ from fnddp.core import tree
 from fnddp.core.sync import State, Sync
 from fnddp.ir.program import Collective, Held, LeafSpec, Name, Scratch, Segment
 
+LONGEST = 10_000
+"""Number of steps to follow the counters of a pipeline."""
+
 
 def require_backend(backend: str | None) -> None:
     """Raise a ValueError unless `backend` can run segments."""
@@ -47,6 +50,7 @@ class PlanData:
         means: The name of the mean of each leaf.
         state: The name of each part of the next state, or a number.
         following: Function that takes the arguments of `phase.holds` and returns the next step's counters.
+        numbers: The arguments of `phase.holds` for which the plan was made.
         overwrites: Leaves whose gradients a step overwrites.
         overwrites_state: Positions of the parts of the state that it overwrites.
         results: Leaves whose means have separate, persistent memory.
@@ -65,6 +69,7 @@ class PlanData:
     state: tuple[Any, ...]
     phase: Phase
     following: Callable[[Sequence[int]], tuple[int, ...]]
+    numbers: tuple[int, ...] = ()
     overwrites: frozenset[str] = frozenset()
     overwrites_state: tuple[int, ...] = ()
     results: frozenset[str] = frozenset()
@@ -78,6 +83,22 @@ class PlanData:
     def collectives(self) -> tuple[Collective, ...]:
         """The collectives, in the order in which every rank issues them."""
         return tuple(segment.launches for segment in self.segments if segment.launches is not None)
+
+    @property
+    def uncapturable(self) -> str | None:
+        """The reason why one CUDA graph cannot replay all steps from this one on; None if it can.
+
+        A pipeline that reads values has no plan, and none of its steps can be captured.
+        """
+        numbers, n = self.numbers, len(self.phase.counters)
+        for _ in range(LONGEST):
+            following = (*self.following(numbers), *numbers[n:])
+            if following == numbers:
+                return None
+            if not self.phase.holds(following):
+                return "another plan follows this one, and each needs its own graph"
+            numbers = following
+        return None
 
     @property
     def operations(self) -> int:

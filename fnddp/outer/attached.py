@@ -15,6 +15,7 @@ from fnddp.core.group import Group, group_name
 from fnddp.core.state import load_state_dict, parts, state_dict
 from fnddp.core.sync import REPLICATED, State
 from fnddp.core.tree import Leaves
+from fnddp.device import device_of
 from fnddp.outer.checkpoint import OuterCheckpoint
 from fnddp.outer.contract import Outer
 from fnddp.outer.overlapped import Overlapped
@@ -373,6 +374,9 @@ class Attached:
         return recorded
 
     def _after(self, *_: Any) -> None:
+        device_of(local(next(iter(self._parameters.values()))).device).refuse_capture(
+            "an outer step counts on the host"
+        )
         self.step()
 
     def _commits(self) -> bool:

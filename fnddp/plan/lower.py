@@ -190,6 +190,7 @@ def plan_of(draft: Draft) -> Plan:
     by_name = {name: node for node, name in draft.names.items()}
     counted = [*map(StatePart, draft.phase.counters), *map(Divisor, draft.phase.groups)]
     following = [outputs[len(request.leaves) + i] for i in draft.phase.counters]
+    parts, _ = tree.flatten_any(request.state)
     return Plan(
         sync=request.sync,
         leaves=request.leaves,
@@ -199,6 +200,7 @@ def plan_of(draft: Draft) -> Plan:
         state=tuple(results[len(request.leaves) :]),
         phase=draft.phase,
         following=numbers(following, [by_name[name] for name in counted]),
+        numbers=(*(parts[i] for i in draft.phase.counters), *sizes_of(request).values()),
         overwrites=frozenset(name.path for name in overwritten if isinstance(name, Grad)),
         overwrites_state=tuple(sorted(name.index for name in overwritten if isinstance(name, StatePart))),
         results=frozenset(placement.results),

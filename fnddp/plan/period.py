@@ -12,12 +12,11 @@ from fnddp.core.parse import pipeline_of
 from fnddp.core.state import AFTER_ALL_WARM_UPS
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Tree
+from fnddp.ir.plan_data import LONGEST
 from fnddp.plan.lower import lower, planned_world
 from fnddp.plan.plan import Plan
 from fnddp.wire.groups import WorldSize, within, world_size
 
-LONGEST = 10_000
-"""Number of steps to search for a recurring step. If there is none, these steps are the period."""
 AHEAD = 64
 """Number of steps. A counter that does not change the phase in so many steps counts as independent of the phase."""
 

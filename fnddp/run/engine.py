@@ -20,7 +20,7 @@ from fnddp.core.buckets import BUCKET_CAPS
 from fnddp.core.state import parts, require_like, shared
 from fnddp.core.sync import REMEMBERED, State, Sync, groups_of, require_takes_weight
 from fnddp.core.tree import Leaves, without_wrappers
-from fnddp.device import one_of
+from fnddp.device import device_of, one_of
 from fnddp.ir.plan_data import require_backend
 from fnddp.ir.program import LeafSpec, LoweringError
 from fnddp.plan.draft import Donation
@@ -40,6 +40,8 @@ from fnddp.wire.weights import Weight
 
 SLOW_SECONDS = 2
 """Seconds after which a lowering is logged, because the step that waits for it may seem to hang."""
+
+_NO_PLAN = "it has no plan: it reads values, or runs foreign code"
 
 MAX_PHASES = 8  # plans kept: few phases suffice, unless each plan holds for one value of a growing counter
 
@@ -73,12 +75,17 @@ class Engine:
         number, broken, refused: See `Lane`.
         counters: The ints in the state that was released last, by position.
         place: Number of this engine among the engines of its lane, for ranks to detect mixed-up steps: see `Flags`.
+        counts: The ints in the state by position, if `pin` has moved them to the device; None otherwise.
+        owns_state: False if the caller passes the state to each step.
+        captured: Memory that captured steps of this engine use.
     """
 
     number = delegated("lane.number")
     broken, refused = delegated("lane.broken"), delegated("lane.refused")
     counters: Mapping[int, int] = {}
     place = 0
+    counts: dict[int, int] | None = None
+    owns_state = True
 
     def __init__(
         self,
@@ -102,6 +109,7 @@ class Engine:
         self._own_wire = wire  # with the lane's communicators, once it is connected
         self.positions = {path: position for position, path in enumerate(leaves)}
         self.lane = Lane() if lane is None else lane
+        self.lane.engines += 1
         self.device = device or one_of({path: leaf.device for path, leaf in leaves.items()})
         self.groups = tuple(dict.fromkeys([*groups_of(sync), *(() if sync.groups else groups), *other_groups]))
         self._gives_later, self._agrees = sync.gives_later, sync.agrees and not other_groups
@@ -127,6 +135,7 @@ class Engine:
         self._programs: list[Program] = []
         self._current: Program | None = None
         self._is_connected = False
+        self.captured: list[Tensor] = []
 
     @property
     def is_open(self) -> bool:
@@ -143,6 +152,8 @@ class Engine:
         """
         self.require_noticed()
         state = self._own_state()
+        if self.counts is not None:  # replays write over it
+            return tree.map_tensors(Tensor.clone, state)
         # An open step may write to parts that nobody but the engine held when it began.
         return shared(state) if self.step is None else tree.map_tensors(Tensor.clone, state)
 
@@ -150,7 +161,60 @@ class Engine:
     def state(self, state: State) -> None:
         if self.step is not None:
             raise RuntimeError("the state cannot be set while a step is open, because the step would overwrite it")
-        self._take(require_like(repr(self.sync), state, self._own_state()))
+        state = require_like(repr(self.sync), state, self._own_state())
+        if self.counts is None:
+            self._take(state)
+            return
+        for i, part in enumerate(tree.flatten_any(state)[0]):  # into the memory that graphs read
+            if i in self.counts:
+                self.counts[i] = part
+            self._parts[i].fill_(part) if i in self.counts else self._parts[i].copy_(part)
+
+    def pin(self) -> None:
+        """Keep the state in the same memory from now on, with its counters on the device, so that graphs can use it.
+
+        Raises:
+            RuntimeError: No step of the pipeline can be captured.
+        """
+        if self.counts is not None:
+            return
+        if isinstance(self.wire, Elastic) or self.plan is None:
+            raise _not_captured(self.sync, _NO_PLAN if self.plan is None else "its ranks come and go")
+        device = device_of(self.device)
+        self.counts = {i: part for i, part in enumerate(self._parts) if not isinstance(part, Tensor)}
+        self._parts = [
+            device.of_host([self.counts[i]], torch.int64)[0] if i in self.counts else part.clone()
+            for i, part in enumerate(self._parts)
+        ]
+
+    def unpin(self) -> None:
+        """Undo `pin`."""
+        self._parts, self.counts = self._known_parts(), None
+
+    def end_capture(self, *, failed: bool = False, counts: dict[int, int] | None = None) -> list[Tensor]:
+        """Return the memory that captured steps use. If one has failed, drop it, and restore `counts` instead."""
+        captured, self.captured = self.captured, []
+        if failed:  # buffers that were made in it have no values
+            self.counts, self._programs, self.broken = counts, [], None
+            self._memory.clear()
+        return captured
+
+    def next_program(self) -> Program | None:
+        """Return the program of the next step; None if it has not run yet."""
+        parts = self._known_parts()
+        return next((program for program in self._programs if program.is_for(parts)), None)
+
+    def count(self, program: Program) -> None:
+        """Count a step of `program` on the host. On the device the step has counted itself."""
+        if self.counts and program.plan is not None:
+            self.counts |= zip(program.plan.phase.counters, self._following(program), strict=True)
+
+    def _following(self, program: Program) -> list[int]:
+        """Return the counters after a step of `program`."""
+        assert program.plan is not None
+        phase, parts = program.plan.phase, self._known_parts()
+        numbers = [*(parts[i] for i in phase.counters), *map(self._own_wire.size, phase.groups)]
+        return [*program.plan.following(numbers)]
 
     def require_noticed(self) -> None:
         """Raise a CollectiveError if another rank has failed in the last step, on an accelerator."""
@@ -173,7 +237,11 @@ class Engine:
             self._parts = [part if now == first else _strided(part, first) for part, now, first in pairs]
 
     def _own_state(self) -> State:
-        return tree.unflatten_any(self._structure, self._parts)
+        return tree.unflatten_any(self._structure, self._known_parts())
+
+    def _known_parts(self) -> list[Any]:
+        """Return the parts of the state, with counters as ints."""
+        return [(self.counts or {}).get(i, part) for i, part in enumerate(self._parts)]
 
     @property
     def plan(self) -> Plan | None:
@@ -204,16 +272,21 @@ class Engine:
         self.refuse_after_failure()
         if weight is not None:
             require_takes_weight(self.sync, weight)
+        self.owns_state = state is None
         if state is not None:
             self._take(state)
         if isinstance(self.wire, Elastic):
             self.lane.epoch = self.wire.epoch
-        given = Weight.of(weight) if self.sync.takes_weight else None
+        captures = device_of(self.device).is_capturing()
+        if captures:
+            self._require_capturable()
+        given = Weight.of(weight, captures) if self.sync.takes_weight else None
         try:
             with in_profile("start"):
-                step = self._begin(given, 1.0 if self.sync.takes_weight else scale)
+                step = self._begin(given, 1.0 if self.sync.takes_weight else scale, captures)
         except BaseException as error:
-            if any(self.wire.size(group) > 1 for group in self.groups or {None}):  # other ranks may have begun
+            # Other ranks may have begun.
+            if not captures and any(self.wire.size(group) > 1 for group in self.groups or {None}):
                 self.broken = error
             raise
         if given is not None and sends:
@@ -224,7 +297,24 @@ class Engine:
                 raise
         return step
 
-    def _begin(self, weight: Weight | None, scale: float) -> Step:
+    def _require_capturable(self) -> None:
+        """Raise a RuntimeError, before anything has happened, if the next step cannot be captured."""
+        program = self.next_program()
+        problem = None
+        if program is None or self.learns_order:
+            problem = "the first steps lower it and agree on an order: run three before"
+        elif program.plan is None or isinstance(self.wire, Elastic):
+            problem = _NO_PLAN if program.plan is None else "its ranks come and go"
+        elif self.counts is None and self.owns_state and self._parts:
+            problem = "its state changes memory; capture it with fnddp.make_graphed_callable"
+        elif not self.owns_state and [self._parts[i] for i in program.plan.phase.counters] != self._following(program):
+            problem = "its state counts steps on the host; capture it through fnddp.DistributedDataParallel"
+        if problem is not None:
+            raise _not_captured(self.sync, problem)
+
+    def _begin(self, weight: Weight | None, scale: float, captures: bool) -> Step:
+        for engines in _noted:
+            engines[self] = None
         self.connect()
         program = self._choose()
         groups = program.groups
@@ -242,7 +332,11 @@ class Engine:
             is_early=not self.lane.shared or self.lane.is_alone,
             notices=self.lane.notices,
             observer=self._observer,
+            is_pinned=self.counts is not None,
+            captures=captures,
         )
+        if captures:
+            self.captured += step.held()
         self.lane.begun += 1
         return step
 
@@ -265,6 +359,8 @@ class Engine:
         self.broken = step.broken or self.broken
         if step.is_done:
             self._parts, self.learns_order = step.parts, False
+            if self._current is not None:
+                self.count(self._current)
             unseen = [notice for notice in self.lane.notices if notice not in step.notices]
             self.lane.notices = (*unseen, *filter(None, [step.notice]))
         if step.arrival is not None:
@@ -367,7 +463,7 @@ class Engine:
         return True
 
     def _choose(self) -> Program:
-        program = next((program for program in self._programs if program.is_for(self._parts)), None)
+        program = self.next_program()
         if program is None:
             program = (self._lowered() if self._has_plans else None) or self._without_plan()
             self._programs = [program, *self._programs[: MAX_PHASES - 1]]
@@ -413,6 +509,24 @@ def _dense_strides(part: Tensor) -> tuple[int, ...]:
 
 def _strided(part: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(part.shape, strides, dtype=part.dtype, device=part.device).copy_(part)
+
+
+def _not_captured(sync: Sync, problem: str) -> RuntimeError:
+    return RuntimeError(f"a step of {sync!r} cannot be captured in a graph: {problem}")
+
+
+_noted: list[dict[Engine, None]] = []
+
+
+@contextmanager
+def noting_engines() -> Generator[dict[Engine, None]]:
+    """Yield an ordered set of the engines of which steps begin in the block, in any thread."""
+    engines: dict[Engine, None] = {}
+    _noted.append(engines)
+    try:
+        yield engines
+    finally:
+        _noted.remove(engines)
 
 
 _functions: dict[tuple[Any, ...], list[Lane]] = {}  # their lanes, by weak references to groups or a wire

@@ -40,6 +40,7 @@ class Lane:
     Attributes:
         number: Number in the order of construction. Steps that share a backward end in this order.
         begun, ended: Counts of steps.
+        engines: Number of engines that it has had.
         places: Counter that numbers engines, for ranks to detect mixed-up steps: see `Flags`.
         broken: The error after which ranks may be desynchronized.
         refused: The error that left wrong values in parameters on all ranks, so that no step may begin.
@@ -50,7 +51,7 @@ class Lane:
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.begun = self.ended = self.epoch = 0
+        self.begun = self.ended = self.epoch = self.engines = 0
         self.places = itertools.count()
         self.broken: BaseException | None = None
         self.refused: BaseException | None = None

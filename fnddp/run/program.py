@@ -284,7 +284,9 @@ class Program:
             values[register] = self.wire.size(divisor.group)
         for register, _ in self._weights:
             assert weight is not None
-            values[register] = given = self.device.of_host([weight.number], torch.float64)[0]
+            given = weight.tensor
+            given = self.device.of_host([weight.number], torch.float64)[0] if given is None else given.double()
+            values[register] = given
             if self.stream is not None:
                 self.device.keep(given, self.stream)
         for register, mean in self._results:

@@ -84,6 +84,8 @@ class Step:
         is_early: See the attribute.
         notices: The `notice` of earlier steps on an accelerator, of this and other engines.
         observer: Names the parts of the step in profiles, and measures their times if it is asked to.
+        is_pinned: True to write the next state into the memory of this one.
+        captures: True if the step is captured in a graph, and does not run. Then the host waits for nothing.
 
     Attributes:
         is_open: True until it has ended.
@@ -115,12 +117,15 @@ class Step:
         is_early: bool = True,
         notices: Iterable[Callable[[], bool]] = (),
         observer: Observer,
+        is_pinned: bool = False,
+        captures: bool = False,
     ) -> None:
+        self._is_pinned, self._captures = is_pinned, captures
         self._program, self._vote, self._ended, self.parts = program, vote, ended, parts
-        self._observer = observer if observer.measures or is_profiling() else None
+        self._observer = observer if (observer.measures or is_profiling()) and not captures else None
         self.is_open, self.is_done, self.has_failed, self._has_voted = True, False, False, False
         self.broken: BaseException | None = None
-        self.notices = notices
+        self.notices = () if captures else notices
         self.found_nonfinite: Tensor | bool = False
         self.notice: Callable[[], bool] | None = None
         self.arrival: list[str] | None = None
@@ -154,6 +159,11 @@ class Step:
         self._polled = 0.0
         if program.stream is not None:
             program.device.wait(program.stream, program.device.current())
+
+    def held(self) -> list[Tensor]:
+        """Return references to all memory in registers but the state's. While they live, no other step uses it."""
+        values = [each for each in self._values if isinstance(each, Tensor)]
+        return [each.data for each in values if all(each is not part for part in self.parts)]
 
     @property
     def missing(self) -> frozenset[str]:
@@ -284,6 +294,10 @@ class Step:
         if self._weight is not None:
             require_valid(self._weight)
         absent = self._issue_all()
+        if self._captures and absent:
+            raise RuntimeError(
+                f"leaves without a gradient cannot be captured, because ranks must agree on them: {sorted(absent)}"
+            )
         if self._vote is not None:
             return self._voted(self._vote, absent)
         self._wait_all()
@@ -306,13 +320,16 @@ class Step:
             if self.found_nonfinite is not False:  # memory kept its gradients, so no optimizer may apply the means
                 means |= {path: means[path].clone() for path in program.passed_on & means.keys()}
                 spoil(means.values(), self.found_nonfinite)
+            if self._is_pinned:
+                self._write_state(parts)
+                parts = self.parts
         if stream is not None:
             current = program.device.current()
             program.device.wait(current, stream)
             for each in [*means.values(), *parts]:
                 if isinstance(each, Tensor):
                     program.device.keep(each, current)
-        if self._vote is not None and program.device.is_asynchronous:
+        if self._vote is not None and program.device.is_asynchronous and not self._captures:
             with self._on_side_stream():  # after everything that other ranks wait for
                 self.notice = self._vote.notice()
         if self._observer is not None and program.plan is not None:
@@ -353,6 +370,20 @@ class Step:
         self._program.keep_parts(self._values, self.parts)
         return {i: self.parts[i] for i in self._remembered}
 
+    def _write_state(self, parts: Sequence[Any]) -> None:
+        """Write the next state into the memory of this one."""
+        memory = {part.data_ptr() for part in self.parts}
+        pairs = [
+            (old, new.clone() if new.data_ptr() in memory else new)  # a part may take the memory of another
+            for old, new in zip(self.parts, parts, strict=True)
+            if isinstance(new, Tensor) and (old.data_ptr(), old.stride()) != (new.data_ptr(), new.stride())
+        ]
+        if pairs:
+            foreach_copy(*zip(*pairs, strict=True))
+        for old, new in zip(self.parts, parts, strict=True):
+            if not isinstance(new, Tensor):
+                old.fill_(new)
+
     def _restore(self, memory: dict[int, Any], parts: list[Any], means: Leaves) -> None:
         if memory and self._program.plan is None:  # received values are unknown, and means are equal on ranks
             self.found_nonfinite = self.found_nonfinite | has_nonfinite(means.values(), self._program.device)
@@ -389,7 +420,8 @@ class Step:
             return
         self.is_open, self.has_failed = False, True
         try:
-            self._notify(error)
+            if not self._captures:  # nothing has run, so other ranks wait for nothing
+                self._notify(error)
         finally:
             self._close()
 
@@ -421,6 +453,9 @@ class Step:
                 nonfinite = has_nonfinite(self._program.received(self._buffers), self._program.device)
                 nonfinite = nonfinite | self._gave_nonfinite
         self._has_voted = True
+        if self._captures and not isinstance(nonfinite, Tensor):  # it can neither fail nor lack a gradient
+            self._wait_all()
+            return self._unused
         with self._on_side_stream():
             vote.cast(absent, nonfinite=nonfinite, counts=self.counts)
         self._wait_all()

@@ -165,6 +165,7 @@ def footer(plan: PlanData) -> list[str]:
         f"on the wire: {plan.wire_bytes:,} B per rank{link}",
         f"{count(plan.rounds, 'round')}, {count(len(plan.collectives), 'collective')}; "
         f"peak extra memory {size(plan.peak_bytes)}",
+        *([f"CUDA graphs: {plan.uncapturable}"] if plan.uncapturable else []),
     ]
 
 

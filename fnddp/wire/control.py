@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fnddp.device import device_of_backends
+from fnddp.device import device_of, device_of_backends
 from fnddp.torch_private import broadcast_coalesced, without_modes
 from fnddp.wire.c10d import C10D, C10d
 from fnddp.wire.groups import live_group, live_rank, require_alone, world_size
@@ -36,6 +36,7 @@ def highest_of(values: Sequence[int], group: str | None) -> list[int]:
 
 def _reduced(values: Sequence[int], group: str | None, op: str) -> list[int]:
     with without_modes():  # a WireCounter must not count it
+        device_of(wire_device(group)).refuse_capture("ranks send messages to each other's hosts")
         flags = torch.tensor(values, device=wire_device(group))
         waited(C10D.start(ALL_REDUCE, flags, flags, op, group))
         return flags.tolist()
@@ -83,6 +84,7 @@ def gather_object(value: Any, group: str | None) -> list[Any]:
 def gather_over(wire: Wire, value: Any, group: str | None, device: torch.device) -> list[Any]:
     """Return the `value` (any picklable object) of every rank of `group`, over any wire with payloads on `device`."""
     with without_modes():
+        device_of(device).refuse_capture("ranks send messages to each other's hosts")
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
         sizes = _gathered(wire, torch.tensor([mine.numel()], dtype=torch.int64, device=device), group)
         lengths: list[int] = sizes.flatten().tolist()

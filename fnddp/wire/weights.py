@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 _NAMED = 8  # number of ranks that an error names
 _LONGEST = 80  # characters of a rank's weight in errors
@@ -18,20 +20,28 @@ class Weight:
     Attributes:
         number: The weight, finite and not negative; NaN if it is invalid or missing.
         text: The text for it in errors.
+        tensor: The weight on the device, in a captured step. `number` is then 1.
     """
 
     number: float
     text: str
+    tensor: Tensor | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, given: Any) -> "Weight":
+    def of(cls, given: Any, captures: bool = False) -> "Weight":
         """Return the weight of a rank that passed `given`: a number, a tensor of one element, or None if missing.
+
+        With `captures`, it must be a tensor on the device, and its value is not checked.
 
         >>> Weight.of(3), Weight.of(-1), Weight.of(None)
         (Weight(number=3.0, text='3'), Weight(number=nan, text='-1'), Weight(number=nan, text='none'))
         """
         if isinstance(given, Weight):
             return given
+        if captures:
+            if not isinstance(given, Tensor) or given.is_cpu or given.numel() != 1:
+                raise TypeError("weight: in a captured step it must be a tensor of one element on the device")
+            return cls(1.0, "a tensor", given.detach().reshape(()))
         try:
             number = math.nan if given is None or isinstance(given, str | bytes) else float(given)
         except Exception:  # from any `__float__`: the step must fail on all ranks, not only here

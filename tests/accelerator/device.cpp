@@ -12,6 +12,7 @@
 
 #include <deque>
 #include <map>
+#include <optional>
 #include <random>
 #include <set>
 
@@ -36,6 +37,20 @@ struct Range { // of a kernel, by the clock that counts
   double begin, end;
 };
 enum Last { kNone, kSide, kDefault };
+struct Node { // of a captured graph: a task, or a mark
+  int64_t stream;
+  Task task;
+  Mark made;
+};
+// A graph with the rules of CUDA's: a stream that waits for a captured mark is captured too, until all are joined.
+struct Graph {
+  int device;
+  int64_t origin;
+  std::set<int64_t> streams;
+  std::vector<Node> nodes;
+  std::map<Marker*, size_t> marks; // their nodes
+  std::string error; // after which the capture is of no use
+};
 
 constexpr int kDevices = 4, kStreams = 32; // streams are handed out in turn, as CUDA's are
 struct Runtime {
@@ -51,6 +66,8 @@ struct Runtime {
   std::map<std::string, int64_t> host_waits;
   std::string error; // of a kernel: raised where the host waits next
   py::object* on_wait = nullptr;
+  std::unique_ptr<Graph> capture; // under way
+  std::map<int64_t, std::unique_ptr<Graph>> graphs;
   at::ThreadLocalState state; // of the import: kernels see no mode of the thread that happens to run them
 };
 static Runtime& runtime() {
@@ -119,9 +136,25 @@ static bool run_one() { // false if nothing can run
     }
   return true;
 }
+static bool is_captured(int device, int64_t stream) {
+  auto& capture = runtime().capture;
+  return capture && capture->device == device && capture->streams.count(stream);
+}
+static bool is_captured(c10::Stream stream) { return is_captured(stream.device_index(), stream.id()); }
+static void refuse(const std::string& what) {
+  Guarded guard(runtime().lock);
+  if (auto& capture = runtime().capture) {
+    capture->error = what;
+    TORCH_CHECK(false, "operation not permitted when stream is capturing: ", what);
+  }
+}
 static void push(c10::Stream stream, Task task, double cost) {
   auto& r = runtime();
   Guarded guard(r.lock);
+  if (is_captured(stream)) {
+    r.capture->nodes.push_back({stream.id(), std::move(task), nullptr});
+    return;
+  }
   auto& queue = queue_of(stream);
   const double begin = std::max(queue.busy_until, r.host_time);
   if (cost) {
@@ -142,21 +175,43 @@ void enqueue(c10::Stream stream, const std::string& name, std::function<void()> 
 Mark mark(c10::Stream stream) {
   Guarded guard(runtime().lock);
   auto made = std::make_shared<Marker>();
+  if (is_captured(stream)) {
+    made->is_captured = true;
+    auto& capture = *runtime().capture;
+    capture.marks[made.get()] = capture.nodes.size();
+    capture.nodes.push_back({stream.id(), {"mark", nullptr, nullptr, 0}, made});
+    return made;
+  }
   push(stream, {"mark", [made] { made->reached = true; }, nullptr, 0}, 0);
   made->time = std::max(queue_of(stream).busy_until, runtime().host_time);
   return made;
 }
 void wait_for(c10::Stream stream, const Mark& mark) {
   Guarded guard(runtime().lock);
+  auto& capture = runtime().capture;
+  if (mark->is_captured) {
+    TORCH_CHECK(capture && capture->marks.count(mark.get()), "an event of another capture is waited for");
+    if (!stream.id())
+      refuse("the default stream waits for captured work");
+    capture->streams.insert(stream.id());
+  } else if (is_captured(stream)) {
+    refuse("a wait for work that is not captured");
+  }
   push(stream, {"wait", nullptr, mark, 0}, 0);
+  if (mark->is_captured)
+    return;
   queue_of(stream).busy_until = std::max(queue_of(stream).busy_until, mark->time);
 }
 bool poll(const Mark& mark) {
+  if (mark->is_captured)
+    refuse("a query of a captured event");
   for (int i = 0; i < 4 && !mark->reached && run_one(); i++) {
   }
   return mark->reached;
 }
 void run_until(const Mark& mark) {
+  if (mark->is_captured)
+    refuse("a wait of the host for captured work");
   std::optional<pybind11::gil_scoped_release> no_gil;
   if (PyGILState_Check())
     no_gil.emplace();
@@ -185,6 +240,7 @@ static void note_wait(const char* why) {
   }
 }
 void host_wait(const Mark& mark, const char* why) {
+  refuse(std::string("the host waits, ") + why);
   note_wait(why);
   run_until(mark);
   raise_error();
@@ -217,6 +273,7 @@ struct Block {
   int64_t stream;
   std::set<int64_t> recorded;
   std::vector<Mark> uses;
+  bool is_of_graph = false; // never anybody else's
 };
 struct Memory {
   std::map<std::tuple<int, int64_t, size_t>, std::vector<Block*>> idle;
@@ -229,6 +286,8 @@ static Memory& memory() {
   return *made;
 }
 static void overwrite(c10::Stream stream) {
+  if (is_captured(stream))
+    return;
   std::vector<Block*> blocks;
   blocks.swap(memory().given_back[{stream.device_index(), stream.id()}]);
   for (auto* block : blocks)
@@ -261,6 +320,8 @@ static void free_block(void* data) {
     return; // of no bytes
   Block* block = found->second;
   memory().live.erase(found);
+  if (block->is_of_graph)
+    return;
   for (int64_t stream : block->recorded)
     block->uses.push_back(mark(stream_at(block->device, stream)));
   block->recorded.clear();
@@ -275,10 +336,13 @@ static void* allocate_block(size_t bytes, int device, int64_t stream) {
     size *= 2;
   Guarded guard(runtime().lock);
   give_back_unused();
+  if (device == kHost)
+    refuse("pinned memory is allocated"); // which queries events
+  const bool is_of_graph = device != kHost && is_captured(device, stream);
   auto& idle = memory().idle[{device, stream, size}];
   Block* block;
-  if (idle.empty()) {
-    block = new Block{nullptr, size, device, stream, {}, {}};
+  if (idle.empty() || is_of_graph) {
+    block = new Block{nullptr, size, device, stream, {}, {}, is_of_graph};
     TORCH_CHECK(posix_memalign((void**)&block->data, 64, size) == 0, "out of memory");
     memset(block->data, 0xff, size);
   } else {
@@ -405,6 +469,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override { return poll(mark(stream)); }
   void synchronizeStream(const c10::Stream& stream) const override { host_wait(mark(stream), "stream"); }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    refuse("the host waits, device");
     note_wait("device");
     wait_for_device(index_of(device));
     raise_error();
@@ -464,6 +529,71 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
+// Graphs
+
+static void capture_begin() {
+  Guarded guard(runtime().lock);
+  const auto stream = current_stream(-1);
+  TORCH_CHECK(!runtime().capture, "a capture is under way");
+  TORCH_CHECK(stream.id(), "the default stream cannot be captured");
+  runtime().capture.reset(new Graph{stream.device_index(), stream.id(), {stream.id()}, {}, {}, ""});
+}
+static int64_t capture_end() {
+  Guarded guard(runtime().lock);
+  auto graph = std::move(runtime().capture);
+  TORCH_CHECK(graph, "no capture is under way");
+  TORCH_CHECK(graph->error.empty(), "the capture was invalidated: ", graph->error);
+  std::set<size_t> joined;
+  std::vector<size_t> open;
+  for (size_t i = graph->nodes.size(); i-- > 0 && open.empty();)
+    if (graph->nodes[i].stream == graph->origin)
+      open.push_back(i);
+  while (!open.empty()) {
+    const size_t i = open.back();
+    open.pop_back();
+    if (!joined.insert(i).second)
+      continue;
+    const auto& node = graph->nodes[i];
+    if (node.task.awaited)
+      open.push_back(graph->marks.at(node.task.awaited.get()));
+    for (size_t before = i; before-- > 0;)
+      if (graph->nodes[before].stream == node.stream) {
+        open.push_back(before);
+        break;
+      }
+  }
+  for (size_t i = 0; i < graph->nodes.size(); i++)
+    TORCH_CHECK(
+        joined.count(i) || !graph->nodes[i].task.run, "a captured stream is not joined: ", graph->nodes[i].task.name);
+  const int64_t number = runtime().graphs.empty() ? 1 : runtime().graphs.rbegin()->first + 1;
+  runtime().graphs[number] = std::move(graph);
+  return number;
+}
+// A launch waits for its stream, and its stream for all of it; streams of the graph are not those of the host's tasks.
+static void replay(int64_t number) {
+  Guarded guard(runtime().lock);
+  refuse("a replay");
+  const auto& graph = *runtime().graphs.at(number);
+  const auto launched = current_stream(graph.device);
+  for (auto& [key, _] : memory().given_back)
+    overwrite(stream_at(key.first, key.second));
+  const auto own = [&](int64_t stream) { return stream_at(graph.device, 1000 * number + stream); };
+  const auto begin = mark(launched);
+  for (int64_t stream : graph.streams)
+    wait_for(own(stream), begin);
+  std::map<Marker*, Mark> marks;
+  for (const auto& node : graph.nodes) {
+    if (node.made)
+      marks[node.made.get()] = mark(own(node.stream));
+    else if (node.task.awaited)
+      wait_for(own(node.stream), marks.at(node.task.awaited.get()));
+    else
+      push(own(node.stream), {node.task.name, node.task.run, nullptr, node.task.collective ? ++runtime().collectives : 0}, 0);
+  }
+  for (int64_t stream : graph.streams)
+    wait_for(launched, mark(own(stream)));
+}
+
 void bind_collectives(py::module& m);
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -496,6 +626,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     runtime().traces = traces;
     return found;
   });
+  m.def("is_capturing", [] { return is_captured(current_stream(-1)); });
+  m.def("capture_begin", &capture_begin);
+  m.def("capture_end", &capture_end);
+  m.def("replay", &replay);
   bind_collectives(m);
 }
 

@@ -17,6 +17,7 @@ constexpr double kLaunch = 1, kKernel = 4, kCollective = 40; // microseconds of 
 struct Marker { // a point in a stream's queue
   bool reached = false;
   double time = 0; // at which an undisturbed device would reach it
+  bool is_captured = false; // in a graph: it is never reached, only those of replays are
 };
 using Mark = std::shared_ptr<Marker>;
 

@@ -29,6 +29,7 @@ def _loaded() -> Any:
 _C = _loaded()
 device_count, current_device = _C.device_count, _C.current_device
 configure, on_wait, trace, wait_for_all = _C.configure, _C.on_wait, _C.trace, _C.wait_for_all
+is_current_stream_capturing = _C.is_capturing
 Stream, Event = torch.Stream, torch.Event
 current_stream, set_stream = torch.accelerator.current_stream, torch.accelerator.set_stream
 
@@ -75,6 +76,36 @@ def synchronize(device: Any = None) -> None:
 
 def stream(given: Any) -> Any:
     return given
+
+
+class CUDAGraph:
+    """A captured graph, with the methods of torch's class of this name."""
+
+    _number: int | None = None
+
+    def capture_begin(self) -> None:
+        _C.capture_begin()
+
+    def capture_end(self) -> None:
+        self._number = _C.capture_end()
+
+    def replay(self) -> None:
+        _C.replay(self._number)
+
+    def reset(self) -> None:
+        self._number = None
+
+
+@contextmanager
+def graph(made: CUDAGraph, *, stream: Any, capture_error_mode: str = "global") -> Any:
+    """As torch's, which synchronizes before, and ends the capture if the block raises."""
+    synchronize()
+    with stream:
+        made.capture_begin()
+        try:
+            yield
+        finally:
+            made.capture_end()
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -292,7 +292,7 @@ struct Call {
   void run_at_once(Stack* stack) const {
     const auto stream = current_stream(device.index());
     if (is_random)
-      run_until(mark(stream)); // a kernel of a real device would draw in order
+      run_until(mark(stream)); // a kernel of a real device would draw in order; not captured
     else
       host_wait(mark(stream), is_of_tensors ? "shape of a result" : "value of a result");
     Stack cpu = as_cpu(given);

@@ -30,7 +30,7 @@ def test_the_tests_of_a_gpu_pass(tmp_path, built, last):
 def test_the_script_for_a_gpu_measures_the_device(tmp_path, built):
     run([str(ROOT / "benchmarks" / "on_gpu.sh"), "sim", str(tmp_path / "results")], tmp_path, built, ORDERS[0])
     rows = [row.split(" | ")[:2] for row in (tmp_path / "results" / "summary.md").read_text().splitlines()[4:]]
-    assert rows == [["| codecs", "passed"], ["| digits", "passed"]]
+    assert rows == [["| codecs", "passed"], ["| digits", "passed"], ["| captured", "passed"]]
 
 
 def run(command: list[str], folder: Path, built: Path, last: str) -> str:

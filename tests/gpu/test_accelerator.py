@@ -102,6 +102,47 @@ def test_the_accelerator_gives_what_the_cpu_gives(text):
             torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
 
 
+CAPTURED = 8 if KIND == "sim" else 50
+README = [
+    "allreduce",
+    "quantize(two_shot)",
+    "error_feedback(powersgd(bf16(allreduce), rank=2, min_compression_rate=0))",
+]
+
+
+def capture(rank: int, texts: list[str]) -> None:
+    for text in texts:
+        runs = []
+        for captures in (False, True):
+            generator = torch.Generator().manual_seed(rank)
+            net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+            for p in net.parameters():
+                nn.init.constant_(p, 0.1)
+            model = fnddp.DistributedDataParallel(net.to(KIND), sync=text, bucket_cap_mb=0.0002)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+            def step(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            run: Any = fnddp.make_graphed_callable(step) if captures else step
+            losses = [run(torch.randn(4, 6, generator=generator).to(KIND)) for _ in range(3 + CAPTURED)]
+            runs.append(bits([losses, dict(net.named_parameters()), model.sync_state]))
+            if captures:
+                assert len(run._graphs) == 1
+                run.release()
+        assert runs[0] == runs[1], text
+
+
+@pytest.mark.skipif(KIND not in ("cuda", "sim"), reason="torch captures no graphs there")
+@pytest.mark.parametrize("n", [1, 2])
+def test_captured_steps_have_the_bits_of_eager_ones(n):
+    run_ranks(n, capture, README)
+
+
 def copied(value: Any) -> Any:
     """Return a copy that is made late, of memory that may be given back to its owner before."""
     matrix = torch.ones(SIDE, SIDE, device=KIND)

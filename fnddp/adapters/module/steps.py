@@ -92,7 +92,7 @@ class Steps:
     def __init__(self, promises: Promises) -> None:
         self.promises = promises
         self.is_armed, self.awaits_commit, self.scale = False, False, 1.0
-        self.weight: float | None = None
+        self.weight: float | Tensor | None = None
         self.unsynchronized: set[str] = set()
         self._outputs: list[weakref.ref[_Nodes]] = []  # of the last forward
         self._thread = 0  # id of the thread of the last forward with a synchronizing backward
@@ -221,7 +221,7 @@ class Steps:
         """Return the facts of the open step; None if no step is open, or its backward has raised."""
         return self._taken if self.backward.is_running() else None
 
-    def _begin(self, weight: float | None) -> Any:
+    def _begin(self, weight: float | Tensor | None) -> Any:
         self.require_same_world()
         with self.log.errors():
             return self.backward.begin(weight=weight, scale=self.scale)

@@ -245,7 +245,7 @@ class DistributedDataParallel(TorchNames):
                 each.require_backward_grad_sync = was
 
     @contextmanager
-    def weight(self, count: float) -> Generator[None]:
+    def weight(self, count: float | Tensor) -> Generator[None]:
         """Weight this rank's gradients by `count`, in backwards that begin in the block. For `weighted` pipelines.
 
         If the loss is a mean over this many tokens, `with model.weight(tokens): loss.backward()` gives the gradient of
@@ -253,7 +253,8 @@ class DistributedDataParallel(TorchNames):
         submodule that is wrapped itself has its own `weight`.
 
         Args:
-            count: Number of samples or tokens. With 0 the gradient is left out, even if NaN; not 0 on all ranks.
+            count: Number of samples or tokens. With 0 the gradient is left out, even if NaN; not 0 on all ranks. In a
+                captured step it must be a tensor on the device, and is not checked.
 
         Raises:
             TypeError: The pipeline is not `weighted`.

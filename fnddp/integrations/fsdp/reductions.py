@@ -173,6 +173,11 @@ class Reductions:
             self.engine.refuse_after_failure()
             self.backward.require_idle()
 
+    def refuse_capture(self, *_: object) -> None:
+        """Raise a RuntimeError if a step is captured whose states would change memory, or that takes a weight."""
+        if self.takes_weight or tree.flatten_any(self.states)[0]:
+            self.device.refuse_capture("compress_shards has a pipeline of gradients with a state or a weight")
+
     def close(self) -> None:
         """Drop the part; otherwise an error raised at the end of its step would keep it alive."""
         self._part = _no_part

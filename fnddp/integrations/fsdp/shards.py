@@ -307,6 +307,7 @@ def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, othe
             unit.fsdp.module.register_load_state_dict_post_hook(unit.forget)
     if shards.gradients is not None:
         reductions.engine.connect()
+        model.register_forward_pre_hook(reductions.refuse_capture)
         if not reductions.device.is_asynchronous:  # else all ranks raise in backward, after FSDP's gathers
             model.register_forward_pre_hook(reductions.before_forward, prepend=True)  # before FSDP's hook: it sends
     return shards

@@ -80,6 +80,7 @@ class DecodedWeights:
 
     def _said(self, row: Tensor, change: Tensor | None) -> int:
         """Return the highest of all ranks' reports about their weights: unchanged, changed or replaced."""
+        self._device.refuse_capture("with `ef21`, ranks agree on the weights that they send")
         if self.known is None or change is None:
             mine = self._device.of_host([_REPLACED], torch.uint8)
         else:

@@ -36,11 +36,21 @@ from fnddp.plan.passes.place import COPIES, PRODUCTS, elementwise
 from fnddp.torch_private import FOREACH, foreach_copy
 
 aten: Any = torch.ops.aten
+
+
+def _filled(size: Sequence[int], number: Any, **options: Any) -> torch.Tensor:
+    """Return a tensor filled with `number`. It is a scalar tensor if counters are on the device: see `Engine.pin`."""
+    if isinstance(number, torch.Tensor):
+        return torch.empty(size, **options).copy_(number)
+    return aten.full.default(size, number, **options)
+
+
 # Faster calls of the same operations, because plans of many small leaves call them once or more per leaf.
 _QUICK: dict[Any, Any] = {
     aten.mm.default: torch.mm,
     aten.bmm.default: torch.bmm,
     aten.transpose.int: torch.transpose,
+    aten.full.default: _filled,
 }
 _SHOWN = ("dtype", "alpha", "beta")  # options of operations that change the result
 

@@ -1,0 +1,409 @@
+"""The law of replay: a captured step is the eager step, to the bit, as often as it is replayed.
+
+The device of this folder captures with the rules of CUDA's graphs: a wait of the host, pinned memory, or a wait for
+work outside of the graph is an error, streams must be joined, and a replay reads and writes the memory of the capture.
+So a number of the host that changes from step to step, or memory that does, shows in the bits.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fnddp
+from fnddp import outer
+from fnddp.core import tree
+from fnddp.integrations.fsdp import compress_replicas, compress_shards
+from fnddp.laws import bits
+from tests.accelerator.conftest import ORDERS
+from tests.accelerator.test_training import mesh_of
+from tests.pipelines import EXAMPLES, HALVES
+from tests.sharded import sharded
+
+STEPS = 9
+FEEDBACK = "error_feedback(fp16(allreduce))"
+RANDOM = "error_feedback(quantize(two_shot, bits=4, rounding='stochastic'))"  # whose key counts steps
+WARMUP = "warmup(fp16(allreduce), 5)"
+
+
+def small(rank: int, device: str) -> tuple[nn.Module, list[Tensor]]:
+    """A network, and this rank's batch of each step."""
+    torch.manual_seed(0)
+    net, generator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)), torch.Generator().manual_seed(rank)
+    return net.to(device), [torch.randn(4, 6, generator=generator).to(device) for _ in range(STEPS)]
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+Step = Callable[[Tensor], Tensor]
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, around: Any = nullcontext) -> Step:
+    def step(x: Tensor) -> Tensor:
+        model.zero_grad()
+        out = model(x)
+        loss = (out["out"] if isinstance(out, dict) else out).square().mean()
+        with around():
+            loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+# Ways in: each is given the rank, the device and a pipeline, and returns a step, and what it has changed.
+
+
+def by_the_class(rank: int, device: str, text: str) -> tuple[Step, Any]:
+    net = small(rank, device)[0]
+    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(text), bucket_cap_mb=0.0002)
+    weight = torch.full((), 2.0 + rank, dtype=torch.float64, device=device)
+
+    def around() -> Any:
+        weight.add_(rank + 1)  # in the graph
+        return model.weight(weight) if model.sync.takes_weight else nullcontext()
+
+    return step_of(model, sgd(net), around), lambda: [dict(net.named_parameters()), model.sync_state]
+
+
+def by_register(rank: int, device: str, text: str) -> tuple[Step, Any]:
+    with torch.Stream(device):  # torch's reducer waits for the stream on which it was made
+        model = TorchDDP(small(rank, device)[0], bucket_cap_mb=0.0002)
+        handle = fnddp.register(model, fnddp.parse(text)) if text else None
+    torch.accelerator.synchronize()
+    step = step_of(model, sgd(model))
+    return step, lambda: [dict(model.named_parameters()), handle and handle.sync_state]
+
+
+def by_value_and_grad(rank: int, device: str, text: str) -> tuple[Step, Any]:
+    net, sync = small(rank, device)[0], fnddp.parse(text)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(net, params, (x,)).square().mean()
+
+    return functional(net, sync, fnddp.value_and_grad(loss, sync))
+
+
+def by_jit(rank: int, device: str, text: str) -> tuple[Step, Any]:
+    net, run = small(rank, device)[0], fnddp.jit(text)
+
+    def step(params: Any, state: Any, x: Tensor) -> Any:
+        return x.sum(), *run({name: each * x.mean() for name, each in params.items()}, state)
+
+    return functional(net, run.sync, step)
+
+
+def functional(net: nn.Module, sync: fnddp.Sync, run: Callable[..., Any]) -> tuple[Step, Any]:
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    state = sync.init(params)
+
+    def step(x: Tensor) -> Tensor:
+        loss, mean, new = run(params, state, x)
+        for name, p in params.items():
+            p.sub_(0.1 * mean[name])
+        for old, part in zip(*(tree.flatten_any(each)[0] for each in (state, new)), strict=True):
+            if isinstance(part, Tensor):
+                old.copy_(part)
+        return loss
+
+    return step, lambda: [params, state]
+
+
+def by_owners(rank: int, device: str, text: str, weights: str = "allgather", n: int = 1) -> tuple[Step, Any]:
+    net = small(rank, device)[0]
+    parameters = list(net.parameters())
+    optimizers = [torch.optim.SGD(parameters[i::n], lr=0.1, foreach=False) for i in range(n)]
+    model = fnddp.own(net, optimizers if n > 1 else optimizers[0], gradients=text, weights=weights)
+    both: Any = optimizers[0]
+    if n > 1:
+        both = type("Both", (), {"step": lambda _: [each.step() for each in optimizers]})()
+    return step_of(model, both), lambda: dict(net.named_parameters())
+
+
+def by_shards(rank: int, device: str, text: str) -> tuple[Step, Any]:
+    model = sharded(mesh_of(device, 1, 2)["shard"])
+    if text:
+        compress_shards(model, text)
+    return step_of(model, sgd(model)), lambda: {name: p._local_tensor for name, p in model.named_parameters()}
+
+
+def by_replicas(rank: int, device: str, text: str) -> tuple[Step, Any]:
+    mesh = mesh_of(device, 2, 1)
+    model = sharded(mesh["shard"])
+    handle = compress_replicas(model, text, mesh["replicate"])
+    found = {name: p._local_tensor for name, p in model.named_parameters()}
+    return step_of(model, sgd(model)), lambda: [found, handle.sync_state]
+
+
+def by_outer_steps(rank: int, device: str, text: str) -> tuple[Step, Any]:
+    net = small(rank, device)[0]
+    optimizer = sgd(net)
+    outer.attach(net, optimizer, outer.parse(text))
+    return step_of(net, optimizer), lambda: dict(net.named_parameters())
+
+
+def train(rank: int, device: str, way: Any, given: tuple[Any, ...], warmup: int | None, steps: int = STEPS) -> Any:
+    """Return losses, and what has changed; with `warmup` steps before they are captured, also how many graphs."""
+    step, found = way(rank, device, *given)
+    batches = small(rank, device)[1]
+    run: Any = step if warmup is None else fnddp.make_graphed_callable(step, warmup)
+    losses = [run(batches[i % STEPS]) for i in range(steps)]
+    found = bits([losses, found()])
+    if warmup is None:
+        return found
+    graphs = len(run._graphs)
+    run.release()
+    return found, graphs
+
+
+def train_all(rank: int, device: str, texts: list[str], warmup: int | None) -> dict[str, Any]:
+    return {text: train(rank, device, by_the_class, (text,), warmup) for text in texts}
+
+
+def refused(rank: int, device: str, way: Any, given: tuple[Any, ...]) -> str:
+    """Return the error of the capture. The step that it could not capture is then taken as if nothing had happened."""
+    step, found = way(rank, device, *given)
+    batches = small(rank, device)[1]
+    run = fnddp.make_graphed_callable(step, 3)
+    for batch in batches[:3]:
+        run(batch)
+    before = bits(found())
+    with pytest.raises(RuntimeError) as error:
+        run(batches[3])
+    assert bits(found()) == before
+    run.release()
+    step(batches[3])
+    assert bits(found()) != before
+    return str(error.value)
+
+
+@pytest.mark.parametrize("text", ["allreduce", RANDOM])
+def test_a_captured_step_is_the_eager_step(ranks: Any, text: str) -> None:
+    want = ranks(2, "side", train, by_the_class, (text,), None)
+    assert ranks(2, "side", train, by_the_class, (text,), 3) == [(each, 1) for each in want]
+
+
+SEVERAL = {"squared": 2, "every": 2, "clip_by_global_norm": 2, "measure": 2}  # phases that follow each other for ever
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("last", ORDERS)
+def test_every_pipeline_is_captured(ranks: Any, last: str) -> None:
+    named = {name: text for name, text in EXAMPLES.items() if name not in HALVES}
+    texts = list(named.values())
+    want = ranks(2, "side", train_all, texts, None)
+    for rank, got in enumerate(ranks(2, last, train_all, texts, 3)):
+        assert {text: bits for text, (bits, _) in got.items()} == want[rank]
+        assert {name: got[text][1] for name, text in named.items()} == {name: SEVERAL.get(name, 1) for name in named}
+
+
+WAYS = [
+    (by_the_class, (WARMUP,), 3, 2),  # a graph for each phase
+    (by_register, ("",), 11, 1),  # torch's class alone
+    *((by_register, (text,), 11, 1) for text in ("allreduce", RANDOM)),
+    *((way, (text,), 3, 1) for way in (by_value_and_grad, by_jit) for text in ("allreduce", FEEDBACK)),
+    *((by_owners, (text,), 3, 1) for text in ("two_shot", RANDOM)),
+    *((by_shards, (text,), 3, 1) for text in ("", "bf16(two_shot)")),
+    (by_replicas, (FEEDBACK,), 3, 1),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("way", "given", "warmup", "graphs"), WAYS)
+def test_every_way_in_is_captured(ranks: Any, way: Any, given: tuple[Any, ...], warmup: int, graphs: int) -> None:
+    steps = STEPS + warmup
+    want = ranks(2, "side", train, way, given, None, steps)
+    for last in ORDERS:
+        assert ranks(2, last, train, way, given, warmup, steps) == [(each, graphs) for each in want]
+
+
+REFUSED = [
+    (by_the_class, ("fp16(allreduce, check=True)",), "it has no plan"),
+    (by_value_and_grad, (RANDOM,), "its state counts steps on the host"),
+    *(
+        (by_owners, ("two_shot", *given), "own compares weights")
+        for given in [("ef21(fp16(allgather))",), ("allgather", 2)]
+    ),
+    (by_shards, ("error_feedback(bf16(two_shot))",), "compress_shards has a pipeline of gradients with a state"),
+    (by_outer_steps, ("diloco(allreduce, every=3)",), "an outer step counts"),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("way", "given", "error"), REFUSED)
+def test_what_cannot_be_captured_is_named(ranks: Any, way: Any, given: tuple[Any, ...], error: str) -> None:
+    for text in ranks(2, "side", refused, way, given):
+        assert error in text
+
+
+def changing(rank: int, device: str) -> None:
+    """What changes after the capture is taken over, or is an error by name; nothing is replayed with what was."""
+    net, batches = small(rank, device)
+    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(RANDOM), bucket_cap_mb=0.0002)
+    optimizer = sgd(net)
+    run = fnddp.make_graphed_callable(step_of(model, optimizer))
+    for batch in batches[:5]:
+        run(batch)
+    state, held = model.sync_state, [*net.parameters(), *(each["momentum_buffer"] for each in optimizer.state.values())]
+    kept = [each.detach().clone() for each in held]
+    want = bits([run(batches[5]), model.sync_state, held])
+    assert bits(state) != bits(model.sync_state)  # a copy
+    with torch.no_grad():
+        for each, before in zip(held, kept, strict=True):
+            each.copy_(before)
+    model.sync_state = state
+    assert bits([run(batches[5]), model.sync_state, held]) == want
+
+    with pytest.raises(ValueError, match=r"captured with float32\[4, 6\].*, got float32\[2, 6\]"):
+        run(batches[6][:2])
+    optimizer.param_groups[0]["lr"] = 0.05
+    with pytest.raises(RuntimeError, match="lr of group 0 of SGD has changed"):
+        run(batches[6])
+    optimizer.param_groups[0]["lr"] = 0.1
+    run(batches[6])
+    old = net[0].weight.data
+    net[0].weight.data = old.clone()
+    with pytest.raises(RuntimeError, match="the memory of a parameter"):
+        run(batches[6])
+    net[0].weight.data = old
+    model.sync = fnddp.parse("allreduce")
+    with pytest.raises(RuntimeError, match="the pipeline or parameters of a model were replaced"):
+        run(batches[6])
+    run.release()
+
+
+@pytest.mark.thorough
+def test_a_change_after_the_capture_is_never_ignored(ranks: Any) -> None:
+    ranks(2, "side", changing)
+
+
+def overflowing(rank: int, device: str, captures: bool) -> Any:
+    """One rank overflows in the last step, which leaves the memory of all ranks as it was."""
+    net, batches = small(rank, device)
+    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(FEEDBACK), bucket_cap_mb=0.0002)
+    step = step_of(model, sgd(net))
+    run: Any = fnddp.make_graphed_callable(step) if captures else step
+    for batch in batches[:6]:
+        run(batch)
+    before = bits(model.sync_state)
+    run(batches[6] * (float("inf") if rank == 1 else 1.0))
+    assert bits(model.sync_state) == before
+    return before
+
+
+@pytest.mark.thorough
+def test_an_overflow_of_one_rank_leaves_the_memory_of_all_as_it_was(ranks: Any) -> None:
+    assert ranks(2, "side", overflowing, True) == ranks(2, "side", overflowing, False)
+
+
+def failing(rank: int, device: str) -> tuple[str, Any]:
+    """One rank fails while it captures. Both are told, and train on."""
+    net, batches = small(rank, device)
+    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(FEEDBACK), bucket_cap_mb=0.0002)
+    optimizer, fails = sgd(net), rank == 0
+
+    def step(x: Tensor) -> Tensor:
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        if fails and torch.get_device_module(device).is_current_stream_capturing():
+            loss.item()
+        optimizer.step()
+        return loss.detach()
+
+    run = fnddp.make_graphed_callable(step)
+    for batch in batches[:3]:
+        run(batch)
+    before = bits([model.sync_state, dict(net.named_parameters())])
+    with pytest.raises(RuntimeError) as error:
+        run(batches[3])
+    assert bits([model.sync_state, dict(net.named_parameters())]) == before
+    fails = False
+    for batch in batches[3:]:  # one more that is not captured, since plans were dropped
+        run(batch)
+    run.release()
+    return str(error.value), bits([model.sync_state, dict(net.named_parameters())])
+
+
+def without_a_failure(rank: int, device: str) -> Any:
+    net, batches = small(rank, device)
+    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(FEEDBACK), bucket_cap_mb=0.0002)
+    step = step_of(model, sgd(net))
+    for batch in batches:
+        step(batch)
+    return bits([model.sync_state, dict(net.named_parameters())])
+
+
+@pytest.mark.thorough
+def test_a_rank_that_cannot_capture_its_step_is_named_on_it_and_all_train_on(ranks: Any) -> None:
+    (mine, one), (other, two) = ranks(2, "side", failing)
+    assert [one, two] == ranks(2, "side", without_a_failure)
+    assert "the step cannot be captured, and nothing has happened: RuntimeError: operation not permitted" in mine
+    assert "another rank could not capture its step" in other
+
+
+def by_hand(rank: int, device: str, text: str, make: Callable[[], nn.Module] | None = None) -> Any:
+    """torch's own context, without `make_graphed_callable`."""
+    net, batches = small(rank, device)
+    net = net if make is None else make().to(device)
+    module: Any = torch.get_device_module(device)
+    model, stream, x = fnddp.DistributedDataParallel(net, sync=text), torch.Stream(device), batches[0].clone()
+    step, graph = step_of(model, sgd(net)), module.CUDAGraph()
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        for batch in batches[:3]:
+            step(x.copy_(batch))
+        try:
+            with module.graph(graph, stream=stream):
+                step(x)
+        except RuntimeError as error:
+            step(x.copy_(batches[3]))  # nothing was lost
+            return str(error)
+        for batch in batches[3:]:
+            x.copy_(batch)
+            graph.replay()
+    torch.accelerator.current_stream().wait_stream(stream)
+    return bits(dict(net.named_parameters()))
+
+
+def eagerly(rank: int, device: str, text: str) -> Any:
+    net, batches = small(rank, device)
+    step = step_of(fnddp.DistributedDataParallel(net, sync=text), sgd(net))
+    for batch in batches:
+        step(batch)
+    return bits(dict(net.named_parameters()))
+
+
+@pytest.mark.thorough
+def test_a_pipeline_without_a_state_is_captured_by_hand_and_others_are_refused(ranks: Any) -> None:
+    assert ranks(2, "side", by_hand, "bf16(two_shot)") == ranks(2, "side", eagerly, "bf16(two_shot)")
+    for text in ranks(2, "side", by_hand, FEEDBACK):
+        assert "capture it with fnddp.make_graphed_callable" in text
+
+
+class LeavesOneOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.left_out = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def with_a_leaf_left_out(rank: int, device: str) -> Any:
+    net = LeavesOneOut().to(device)
+    return step_of(fnddp.DistributedDataParallel(net), sgd(net)), lambda: dict(net.named_parameters())
+
+
+@pytest.mark.thorough
+def test_a_leaf_without_a_gradient_is_named(ranks: Any) -> None:
+    for text in ranks(2, "side", refused, with_a_leaf_left_out, ()):
+        assert "leaves without a gradient cannot be captured" in text
+        assert "left_out.weight" in text
+    ranks(2, "side", by_hand, "allreduce", LeavesOneOut)  # after an error in torch's own context, steps go on, too
