@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fnddp import Exchange, Sync, allreduce, lloyd_max, quantize, rotate, two_shot
+from fnddp import Exchange, Sync, allreduce, error_feedback, lloyd_max, quantize, rotate, two_shot
 from fnddp.core.tree import Leaves
 
 ROUNDINGS = 8  # of sums over a block, in the dtype of the leaf
@@ -111,3 +111,19 @@ def test_what_is_not_finite_shows_in_its_whole_block_and_nowhere_else(bad: float
     assert mean["w"][48:].isfinite().all()
     mean, _ = rotate(quantize(two_shot, bits=4), block=16)({"w": x}, ())
     assert not mean["w"].isfinite().all()
+
+
+CODEC = quantize(two_shot, bits=2)
+
+
+@pytest.mark.parametrize("sync", [error_feedback(rotate(CODEC)), rotate(error_feedback(CODEC))], ids=str)
+def test_memory_outside_and_inside_makes_up_for_what_few_bits_lose(sync: Sync) -> None:
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(8, 37, generator=generator) for _ in range(30)]
+    state, total = sync.init({"w": grads[0]}), torch.zeros(8, 37)
+    for each in grads:
+        mean, state = sync({"w": each}, state)
+        total += mean["w"]
+    missing = torch.stack(grads).sum(0) - total
+    # A rotation keeps norms, so a residual of rotated leaves is as long as what is missing.
+    torch.testing.assert_close(missing.norm(), state.residual["w"].norm(), rtol=1e-4, atol=0)
