@@ -305,7 +305,7 @@ def test_an_overflow_of_one_rank_leaves_the_memory_of_all_as_it_was(ranks: Any) 
 def failing(rank: int, device: str) -> tuple[str, Any]:
     """One rank fails while it captures. Both are told, and train on."""
     net, batches = small(rank, device)
-    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(FEEDBACK), bucket_cap_mb=0.0002)
+    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(RANDOM), bucket_cap_mb=0.0002)
     optimizer, fails = sgd(net), rank == 0
 
     def step(x: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ def failing(rank: int, device: str) -> tuple[str, Any]:
 
 def without_a_failure(rank: int, device: str) -> Any:
     net, batches = small(rank, device)
-    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(FEEDBACK), bucket_cap_mb=0.0002)
+    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(RANDOM), bucket_cap_mb=0.0002)
     step = step_of(model, sgd(net))
     for batch in batches:
         step(batch)
@@ -346,6 +346,29 @@ def test_a_rank_that_cannot_capture_its_step_is_named_on_it_and_all_train_on(ran
     assert [one, two] == ranks(2, "side", without_a_failure)
     assert "the step cannot be captured, and nothing has happened: RuntimeError: operation not permitted" in mine
     assert "another rank could not capture its step" in other
+
+
+def with_an_eager_step_between(rank: int, device: str) -> Any:
+    """Gradients of an eager step are not overwritten by replays."""
+    net, batches = small(rank, device)
+    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(RANDOM), bucket_cap_mb=0.0002)
+    step = step_of(model, sgd(net))
+    run = fnddp.make_graphed_callable(step)
+    for batch in batches[:5]:
+        run(batch)
+    step(batches[5])
+    kept = [p.grad for p in net.parameters()]
+    before = bits(kept)
+    for batch in batches[6:]:
+        run(batch)
+    assert bits(kept) == before
+    run.release()
+    return bits([model.sync_state, dict(net.named_parameters())])
+
+
+@pytest.mark.thorough
+def test_an_eager_step_may_come_between_replays(ranks: Any) -> None:
+    assert ranks(2, "side", with_an_eager_step_between) == ranks(2, "side", without_a_failure)
 
 
 def by_hand(rank: int, device: str, text: str, make: Callable[[], nn.Module] | None = None) -> Any:
