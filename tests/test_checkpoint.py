@@ -12,10 +12,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import fnddp
-from fnddp import allreduce, error_feedback, fp16, powersgd
+from fnddp import allreduce, error_feedback, fp16, outer, powersgd
 from fnddp.integrations.checkpoint import async_save, load, save
+from fnddp.integrations.fsdp import compress, compress_shards
 from fnddp.laws import bits
 from fnddp.transforms.memory import widened
 from tests.peers import everyones, parameters_of, residual
@@ -184,6 +186,46 @@ def test_a_load_that_fails_on_the_way_leaves_no_model_to_train(rank: int, kind: 
     for run in (whole, resumed):
         run.train(2, 4)
     assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
+
+
+@pytest.mark.parametrize("kind", ["gradients", "weights", "compress", "outer"])
+@on_ranks(2)
+def test_shards_and_outer_steps_refuse_after_a_load_that_fails_on_the_way(rank: int, kind: str, tmp_path: Path) -> None:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    if kind == "outer":
+        keeper: Any = outer.attach(module, optimizer, outer.local_sgd(every=2))
+        options: dict[str, Any] = {"group": dist.new_subgroups(1)[0]}
+    else:
+        mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(module, mesh=mesh["shard"])
+        optimizer, options = torch.optim.SGD(module.parameters(), lr=0.1), {}
+        if kind == "compress":
+            keeper = compress(module, mesh, gradients="quantize(two_shot)", replicas="bf16(allreduce)")
+        else:
+            keeper = compress_shards(
+                module, **{kind: f"quantize({'two_shot' if kind == 'gradients' else 'allgather'})"}
+            )
+    folder = tmp_path / str(rank if kind == "outer" else 0)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        module(torch.ones(4, 6)).square().mean().backward()
+        optimizer.step()
+
+    def commit(*_: Any) -> None:
+        raise OSError("of a disk")
+
+    train()
+    save(folder, module, optimizer, sync=keeper, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.commit_tensor", commit)
+        with pytest.raises(CheckpointException, match="of a disk"):
+            load(folder, module, optimizer, sync=keeper, **options)
+    with pytest.raises(RuntimeError, match="load failed while reading"):
+        train()
+    load(folder, module, optimizer, sync=keeper, **options)
+    train()
 
 
 @pytest.mark.parametrize(

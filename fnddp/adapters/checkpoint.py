@@ -53,6 +53,13 @@ class HasOrder(Protocol):
 class HasCheckpoint(Protocol):
     """A `fnddp.DistributedDataParallel`, or the result of `register`, `compress` or its parts."""
 
+    def refuse(self, error: BaseException | None) -> None:
+        """Refuse steps because `error` left wrong values in parameters; None to allow steps again.
+
+        All ranks call it, between steps. Steps that are refused for another reason stay refused.
+        """
+        ...
+
     def reset_sync(self) -> None: ...
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> "Checkpoint": ...

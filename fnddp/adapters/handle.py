@@ -130,10 +130,7 @@ class HasPipeline:
         self._engine.continue_with(order)
 
     def refuse(self, error: BaseException | None) -> None:
-        """Refuse steps because `error` left wrong values in parameters; None to allow steps again.
-
-        All ranks call it, between steps. Steps that are refused for another reason stay refused.
-        """
+        """See `HasCheckpoint.refuse`."""
         self._engine.refused = error
 
     def _settle(self) -> None:

@@ -151,8 +151,7 @@ def load(
         ValueError: The state is of another pipeline or other parameters, or of another number of shards.
         TypeError: There is no pipeline in `sync` or `model`.
         CheckpointException: On all ranks: a file is missing or damaged, or lacks a requested value. If some ranks have
-            read a part of it, `fnddp.DistributedDataParallel`, `register` and `compress_replicas` refuse steps until a
-            load succeeds. `compress`, `compress_shards` and outer steps do not refuse: restart.
+            read a part of it, no step begins until a load succeeds.
     """
     model, stepping = _given(model, optimizers)
     keeper, checkpoint = _keeper(model, sync), _checkpoint(model, sync, group)
@@ -188,13 +187,12 @@ def load(
         _clear(fresh)
         for each, states in before.items():
             each.state.update(states)
-        if reading.has_begun and isinstance(keeper, HasPipeline):
+        if reading.has_begun:
             half = RuntimeError(f"load failed while reading {folder}: the model and optimizers may be partly loaded")
             half.__cause__ = error
             keeper.refuse(half)
         raise
-    if isinstance(keeper, HasPipeline):
-        keeper.refuse(None)
+    keeper.refuse(None)
     if reset_sync:
         keeper.reset_sync()
     _clear([each for each, has_stepped in zip(stepping, stepped[_STEPPED], strict=False) if not has_stepped])

@@ -189,6 +189,7 @@ class Attached:
                 called.
         """
         self._world.require_same()
+        self._exchanges.lane.require_whole()
         self._shards.reshard()
         ahead = self._ahead()
         if self._prepare is not None and ahead.starts:
@@ -328,6 +329,10 @@ class Attached:
         """Load another rank's `replicated_state_dict`; reset this rank's local state, such as residuals."""
         fresh = self._fresh()
         self._state = load_state_dict(fresh, {**state_dict(fresh), **saved})
+
+    def refuse(self, error: BaseException | None) -> None:
+        """See `HasCheckpoint.refuse`."""
+        self._exchanges.lane.refused = error
 
     def reset_sync(self) -> None:
         """Set the initial state: anchors at the present parameters, and no tokens."""

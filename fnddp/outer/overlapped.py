@@ -26,6 +26,9 @@ class Overlapped(Exchanges):
 
     Args:
         weight: A function that returns this rank's weight in the named exchange that begins: for `weighted`.
+
+    Attributes:
+        lane: The lane of all exchanges.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class Overlapped(Exchanges):
     ) -> None:
         self._wire, self._check, self._other_groups, self._weight = wire, check, other_groups, weight
         self._engines: dict[tuple[str, Sync], Engines] = {}
-        self._lane = Lane()
+        self.lane = Lane()
         self._open: dict[str, _Open] = {}
 
     @property
@@ -49,15 +52,15 @@ class Overlapped(Exchanges):
         """The number of exchanges that have succeeded."""
         return sum(engines.last.steps for engines in self._engines.values() if engines.last is not None)
 
-    broken = delegated("_lane.broken")
+    broken = delegated("lane.broken")
 
     def connect(self, groups: Iterable[str | None], device: torch.device) -> None:
         """Create the communicators of exchanges over `groups`. All ranks must call it."""
-        self._lane.connect(self._wire, groups, device)
+        self.lane.connect(self._wire, groups, device)
 
     def require_noticed(self) -> None:
         """Raise a CollectiveError if another rank failed in an exchange that the host has not waited for."""
-        require_noticed(self._lane.notices)
+        require_noticed(self.lane.notices)
 
     def poll(self) -> None:
         """Advance the oldest open exchange, without waiting. Errors are raised where it ends."""
@@ -75,7 +78,7 @@ class Overlapped(Exchanges):
                 learns_order=False,
                 wire=self._wire,
                 other_groups=self._other_groups,
-                lane=self._lane,
+                lane=self.lane,
             )
         engine = self._engines[name, sync].of(leaves, state)
         backward = Backward(engine)

@@ -61,6 +61,13 @@ class Lane:
         self.shared: list[weakref.WeakSet[Lane]] = []
         self._free: list[Callable[[], object]] = []
 
+    def require_whole(self) -> None:
+        """Raise a RuntimeError if parameters have wrong values: see `refused`."""
+        if self.refused is not None:
+            raise RuntimeError(
+                f"no step can begin, because parameters are inconsistent: {self.refused}"
+            ) from self.refused
+
     def connect(self, wire: Wire, groups: Iterable[str | None], device: torch.device) -> None:
         """Create missing communicators. All ranks of each group call it, for several lanes in the same order.
 

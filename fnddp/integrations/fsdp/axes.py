@@ -63,6 +63,11 @@ class Compressed:
         for set_state in prepared:
             set_state()
 
+    def refuse(self, error: BaseException | None) -> None:
+        """See `HasCheckpoint.refuse`."""
+        for handle in self._handles.values():
+            handle.refuse(error)
+
     def reset_sync(self) -> None:
         """Set the states of all axes to the initial ones. All ranks call it, between steps."""
         for handle in self._handles.values():

@@ -169,6 +169,9 @@ class Reductions:
 
     def before_forward(self, *_: object) -> None:
         """Fail a step if its backward did not finish. Raise a RuntimeError if ranks may be desynchronized."""
+        self.engine.lane.require_whole()
+        if self.device.is_asynchronous:  # all ranks raise in backward, after FSDP's gathers
+            return
         if not torch_private.is_within_backward():  # activation checkpointing
             self.engine.refuse_after_failure()
             self.backward.require_idle()

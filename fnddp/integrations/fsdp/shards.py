@@ -84,7 +84,7 @@ class Shards:
     @property
     def sync_state(self) -> State:
         """The state of `gradients` after the last step, by group of parameters. Set it on all ranks."""
-        self._reductions.require_whole()
+        self._reductions.engine.require_noticed()
         return dict(self._reductions.states)
 
     @sync_state.setter
@@ -114,6 +114,10 @@ class Shards:
                 unit.forget()
 
         return set_state
+
+    def refuse(self, error: BaseException | None) -> None:
+        """See `HasCheckpoint.refuse`."""
+        self._reductions.engine.refused = error
 
     def reset_sync(self) -> None:
         """Set the state of `gradients` to the initial one. All ranks call it, between steps."""
@@ -308,8 +312,7 @@ def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, othe
     if shards.gradients is not None:
         reductions.engine.connect()
         model.register_forward_pre_hook(reductions.refuse_capture)
-        if not reductions.device.is_asynchronous:  # else all ranks raise in backward, after FSDP's gathers
-            model.register_forward_pre_hook(reductions.before_forward, prepend=True)  # before FSDP's hook: it sends
+    model.register_forward_pre_hook(reductions.before_forward, prepend=True)  # before FSDP's hook: it sends
     return shards
 
 
