@@ -471,18 +471,22 @@ class Owners(Way):
         "an error in the update": Refuses("restart from a checkpoint"),
     }
 
-    owns = True
+    owns, weights = True, "allgather"
 
     def make(self) -> None:
-        """Leaves are cut by rows, and but for the plain pipeline owners have weights of their own."""
         net = self.net()
         self.optimizer = self.sgd(net)
-        weights = "allgather" if self.text == self.plain else RANDOM_HOP
-        with patched(hops, "CUT", 16):
-            self.keeper = self.model = fnddp.own(net, self.optimizer, self.text, weights, bucket_cap_mb=SMALL)
+        with patched(hops, "CUT", 16):  # leaves are cut by rows
+            self.keeper = self.model = fnddp.own(net, self.optimizer, self.text, self.weights, bucket_cap_mb=SMALL)
 
     def is_finite(self) -> bool:
         return bool(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e9).isfinite())
+
+
+class OwnersOfWeights(Owners):
+    """Owners have weights of their own, which are more exact than the model's."""
+
+    weights = RANDOM_HOP
 
 
 # FSDP's
@@ -793,6 +797,7 @@ WAYS: dict[str, type[Way]] = {
     "value_and_grad": ValueAndGrad,
     "jit": Jit,
     "own": Owners,
+    "own_weights": OwnersOfWeights,
     "compress_shards": Shards,
     "compress_replicas": Replicas,
     "compress": ShardsAndReplicas,
