@@ -19,7 +19,7 @@ from fnddp.core import collectives
 from fnddp.core.codec import encode
 from fnddp.integrations.checkpoint import async_save, load, save
 from fnddp.integrations.fsdp import Matrices, compress_shards, matrices, own_matrices
-from fnddp.laws import gather
+from fnddp.laws import bits, gather
 from tests.models import alike, stacks
 from tests.ranks import on_ranks
 from tests.sharded import meshes
@@ -150,51 +150,6 @@ def test_clipping_and_what_others_write_count(rank: int):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-3)  # Muon computes in bfloat16
 
 
-@pytest.mark.parametrize("through", ["torch.distributed.checkpoint", "to_local", "data"])
-@on_ranks(2)
-def test_what_is_written_into_shards_themselves_counts(rank: int, through: str, tmp_path: Path):
-    """A parameter has no trace of it: `dcp.load` into a `state_dict` writes to shards in place."""
-    sharded = Sharded(*FEW_BITS)
-    sharded.step(rank, 0)
-    halves = {name: p.detach() * 0.5 for name, p in sharded.net.named_parameters()}
-    if through == "torch.distributed.checkpoint":
-        dcp.save(halves, checkpoint_id=tmp_path)
-        dcp.load(sharded.net.state_dict(), checkpoint_id=tmp_path)
-    else:
-        for p in sharded.net.parameters():
-            (p.detach().to_local() if through == "to_local" else p.data).mul_(0.5)
-    sharded.step(rank, 1)
-    for got, half in zip(sharded.weights(), halves.values(), strict=True):
-        torch.testing.assert_close(got, half.full_tensor(), rtol=0, atol=0.07)  # one step of 0.02, in 4 bits
-
-
-@on_ranks(2)
-def test_the_optimizers_own_methods_save_and_load_what_a_rank_owns(rank: int):
-    sharded, again = Sharded(), Sharded()
-    for step in range(2):
-        sharded.step(rank, step)
-    again.net.load_state_dict({name: p.clone() for name, p in sharded.net.state_dict().items()})
-    again.muon.load_state_dict(copy.deepcopy(sharded.muon.state_dict()))  # torch shares what it loads
-    states = gather(sharded.muon.state_dict())
-    with pytest.raises(ValueError, match=r"^own_matrices: this state of Muon is for the leaves '"):
-        sharded.muon.load_state_dict(states[1 - rank])
-    for each in (sharded, again):
-        each.step(rank, 2)
-    assert all(map(torch.equal, again.weights(), sharded.weights()))
-
-
-@on_ranks(2)
-def test_random_numbers_of_a_run_that_is_resumed_go_on(rank: int):
-    sharded, again = (Sharded("quantize(allgather, bits=2, rounding='stochastic')") for _ in range(2))
-    for step in range(2):
-        sharded.step(rank, step)
-    again.net.load_state_dict({name: p.clone() for name, p in sharded.net.state_dict().items()})
-    again.matrices.load_optimizer_state_dict(sharded.matrices.optimizer_state_dict())
-    for each in (sharded, again):
-        each.step(rank, 2)
-    assert all(map(torch.equal, again.weights(), sharded.weights()))
-
-
 @on_ranks(1, 2, 3)
 def test_an_optimizer_may_stack_the_gradients_of_a_group(rank: int):
     """Its groups have what a rank owns alone. What it computes is torch's SGD, which runs on shards."""
@@ -280,24 +235,10 @@ def test_an_error_of_an_owner_is_one_on_all_ranks(rank: int, fails_at: int):
         sharded.muon.step()
     with pytest.raises(RuntimeError, match="an earlier step failed"):
         sharded.muon.step()
-    with pytest.raises(RuntimeError, match="two steps and no checkpoint"):
+    with pytest.raises(RuntimeError, match="two steps, and no checkpoint"):
         sharded.matrices.optimizer_state_dict()
     assert all(map(torch.equal, sharded.weights(), before))
     assert all(p.grad is not None for p in sharded.muon.param_groups[0]["params"])  # shards again
-
-
-@on_ranks(2)
-def test_hooks_of_a_step_see_shards_before_and_behind_it(rank: int):
-    """Such as an average of weights: once in a step, however many messages."""
-    sharded = Sharded(bucket_cap_mb=APART)
-    seen: list[Any] = []
-    sharded.muon.register_step_pre_hook(lambda *_: seen.append([p.full_tensor() for p in sharded.net.parameters()]))
-    sharded.muon.register_step_post_hook(lambda *_: seen.append([p.full_tensor() for p in sharded.net.parameters()]))
-    before = sharded.weights()
-    sharded.step(rank, 0)
-    assert len(seen) == 2
-    for got, want in zip(seen, (before, sharded.weights()), strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
 @on_ranks(2)
@@ -401,21 +342,6 @@ def test_an_error_of_a_codec_is_one_on_all_ranks(rank: int, hop: str):
 
 
 @on_ranks(2)
-def test_weights_that_are_swapped_for_an_evaluation_and_back_leave_no_trace(rank: int):
-    """Those of an average, which may be saved meanwhile: owners keep what they have not sent yet."""
-    sharded, undisturbed = Sharded(*FEW_BITS), Sharded(*FEW_BITS)
-    for step in range(3):
-        for each in (sharded, undisturbed):
-            each.step(rank, step)
-        held = {name: p.clone() for name, p in sharded.net.state_dict().items()}
-        sharded.net.load_state_dict({name: p * 0.5 for name, p in held.items()})
-        halves = sharded.matrices.optimizer_state_dict()["weights"]
-        assert torch.equal(halves["0.weight"], sharded.net[0].weight.full_tensor())
-        sharded.net.load_state_dict(held)
-    assert all(map(torch.equal, sharded.weights(), undisturbed.weights()))
-
-
-@on_ranks(2)
 def test_what_own_refuses_is_refused_for_matrices(rank: int, tmp_path: Path):
     sharded = Sharded()
     for other, error, text in (
@@ -440,6 +366,35 @@ def test_what_own_refuses_is_refused_for_matrices(rank: int, tmp_path: Path):
         with pytest.raises(RuntimeError, match=r"own_matrices: a parameter of shape \(3, 3\) was added to Muon"):
             use()
     assert all(map(torch.equal, sharded.weights(), before))
+
+
+@pytest.mark.parametrize("hops", [("two_shot", "allgather"), ("two_shot", FEW_BITS[1])], ids=["exact", "4 bits"])
+@on_ranks(2)
+def test_owners_of_shards_and_of_leaves_load_each_others_checkpoints(rank: int, hops: tuple[str, str], tmp_path: Path):
+    model = net()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith("weight"))
+    muon = muon_of(model)
+    owned = fnddp.own(model, muon, *hops)
+    sharded, again = Sharded("allgather", hops[1]), Sharded("allgather", hops[1])
+    for step in range(2):
+        (owned(batch(rank, step)) - 1).square().mean().backward()
+        muon.step()
+        owned.zero_grad()
+    saved = owned.optimizer_state_dict()
+    sharded.matrices.load_optimizer_state_dict(saved)
+    assert bits(sharded.matrices.optimizer_state_dict()["state"]) == bits(saved["state"])
+    assert bits(sharded.matrices.optimizer_state_dict()["weights"]) == bits(saved["weights"])
+    sharded.step(rank, 0)
+    saved = sharded.matrices.optimizer_state_dict()
+    for each in (owned, again.matrices):
+        each.load_optimizer_state_dict(saved)
+        found = each.optimizer_state_dict()
+        assert bits([found["state"], found["weights"]]) == bits([saved["state"], saved["weights"]])
+    fresh = Sharded("allgather", hops[1])
+    dcp.save({"optimizer": owned.optimizer_checkpoint()}, checkpoint_id=tmp_path)
+    dcp.load({"optimizer": fresh.matrices.optimizer_checkpoint()}, checkpoint_id=tmp_path)
+    assert bits(fresh.matrices.optimizer_state_dict()["state"]) == bits(saved["state"])
 
 
 @on_ranks(2)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from fnddp import Owners, lower, quantize, to_owners
+from fnddp import Owners, lower, parse, quantize, to_owners
 from fnddp.core.table import Cut, Table
 
 OWNERS = """\
@@ -32,6 +32,24 @@ def test_a_plan_prints_what_each_owner_gets():
     owners = Owners.of(leaves, 3, cut={"embed"})
     shown = str(lower(quantize(to_owners(owners=owners), bits=4), leaves, world_size=3))
     assert f"\n\n{OWNERS}\nslot 0" in shown
+
+
+CHUNKS = """\
+rows of owners in bucket 0, in elements
+  leaf  first  count  row  place
+  b         0      2    0      0
+  w         0      3    0      2
+  b         2      1    1      0
+  w         3      2    1      2
+"""
+
+
+@pytest.mark.parametrize("text", ["two_shot", "error_feedback(quantize(two_shot, bits=4))", "powersgd(two_shot)"])
+def test_a_plan_prints_the_chunks_of_few_leaves(text: str):
+    """Of leaves themselves: PowerSGD sends others."""
+    leaves = {"w": torch.empty(5, device="meta"), "b": torch.empty(3, device="meta")}
+    assert (CHUNKS in str(lower(parse(text), leaves, world_size=2))) == ("powersgd" not in text)
+    assert "rows of owners" not in str(lower(parse(text), leaves, world_size=13))
 
 
 def test_a_plan_of_many_leaves_lists_the_first():

@@ -22,10 +22,24 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fnddp import CollectiveError, DistributedDataParallel, RankMismatchError, StepFailedError
 from fnddp.adapters.module.steps import Steps
-from fnddp.laws import bits
+from fnddp.laws import bits, gather
 from fnddp.run.step import Step
 from fnddp.run.vote import Vote
-from tests.ways import FAMILIES, OUTER, WAYS, Absent, Interrupt, Point, Refuses, Shape, Trap, Way, failing, interrupted
+from tests.ways import (
+    FAMILIES,
+    OUTER,
+    WAYS,
+    Absent,
+    Interrupt,
+    Point,
+    Refuses,
+    Shape,
+    Trap,
+    Way,
+    failing,
+    interrupted,
+    local,
+)
 
 MORE = {"compress", "torchft", "torchft_functional", "unplanned", *OUTER} - {"diloco"}
 """Rows of the second ring."""
@@ -296,6 +310,62 @@ def a_checkpoint_of_another_way_in(way: type[Way], rank: int, folder: Path) -> N
                     assert bits(other.leaves) == bits(saved.leaves), (text, type(other).__name__, step)
 
 
+def weights_that_are_written(way: type[Way], rank: int, folder: Path) -> Any:
+    """In place, or loaded, and saved then: training goes on with them, and owners have no others."""
+    written, loaded = two(way)
+    before, third = written.leaves, way()
+    with torch.no_grad():
+        for p in written.model.parameters():
+            local(p).neg_() if hasattr(p, "to_local") else setattr(p, "data", -p)
+    loaded.model.load_state_dict({name: -p for name, p in loaded.model.state_dict().items()})
+    written.save(folder)
+    third.load(folder)
+    for each in (written, loaded, third):
+        each.step(each.batch(rank, 1))
+    assert written.all == loaded.all == third.all
+    for name, p in written.leaves.items():
+        assert (p + before[name]).norm() < (p - before[name]).norm(), name
+    third.end()
+    return go_on(rank, written, loaded)
+
+
+def weights_that_are_swapped_and_back(way: type[Way], rank: int, folder: Path) -> Any:
+    """For an evaluation, such as those of an average, which may be saved meanwhile."""
+    disturbed, straight = two(way)
+    third, held = way(), {name: p.clone() for name, p in disturbed.model.state_dict().items()}
+    disturbed.model.load_state_dict({name: p * 0.5 for name, p in held.items()})
+    disturbed.save(folder)
+    third.load(folder)
+    assert bits(third.leaves) == bits(disturbed.leaves)
+    disturbed.model.load_state_dict(held)
+    third.end()
+    return go_on(rank, disturbed, straight)
+
+
+def hooks_of_a_step(way: type[Way], rank: int, _: Path) -> Any:
+    """Such as an average of weights: each runs once, before anything changes, or when all ranks have all weights."""
+    hooked, straight = two(way)
+    seen = [bits(hooked.leaves)]
+    for register in (hooked.optimizer.register_step_pre_hook, hooked.optimizer.register_step_post_hook):
+        register(lambda *_: seen.append(bits(hooked.leaves)))
+    for each in (hooked, straight):
+        each.step(each.batch(rank, 1))
+    assert seen == [seen[0], seen[0], bits(hooked.leaves)]
+    return go_on(rank, hooked, straight)
+
+
+def the_optimizers_own_methods(way: type[Way], rank: int, _: Path) -> Any:
+    """An owner saves and loads what it has; the state of another rank, with the same indices, is an error."""
+    disturbed, straight = two(way)
+    saved = copy.deepcopy(disturbed.optimizer.state_dict())
+    if way.owns:
+        with pytest.raises(ValueError, match=r"this state of .* is that of the leaves '"):
+            disturbed.optimizer.load_state_dict(gather(saved)[1 - rank])
+    disturbed.optimizer.state.clear()
+    disturbed.optimizer.load_state_dict(saved)
+    return go_on(rank, disturbed, straight)
+
+
 def a_copy(copies: Callable[[Any], Any]) -> Event:
     def event(way: type[Way], rank: int, _: Path) -> Any:
         copied, straight = two(way)
@@ -352,6 +422,10 @@ EVENTS: dict[str, Event] = {
     "reset": reset,
     "a checkpoint": a_checkpoint,
     "a checkpoint of another way in": a_checkpoint_of_another_way_in,
+    "weights that are written": weights_that_are_written,
+    "weights that are swapped and back": weights_that_are_swapped_and_back,
+    "hooks of a step": hooks_of_a_step,
+    "the optimizer's own methods": the_optimizers_own_methods,
     "deepcopy": a_copy(copy.deepcopy),
     "pickle": a_copy(lambda training: pickle.loads(pickle.dumps(training))),
     "a thread that evaluates": a_thread_that_evaluates,

@@ -26,10 +26,11 @@ import fnddp
 from fnddp import outer
 from fnddp.core.table import Hop
 from fnddp.integrations import checkpoint
-from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards, matrices, own_matrices
+from fnddp.integrations.fsdp import Matrices, compress, compress_replicas, compress_shards, own_matrices
 from fnddp.integrations.fsdp.shards import unsynchronized
 from fnddp.integrations.fsdp.unit import Unit
 from fnddp.laws import bits
+from fnddp.run import hops
 from fnddp.run.step import Step
 from fnddp.run.vote import Vote
 from fnddp.wire.c10d import C10d
@@ -37,6 +38,7 @@ from tests.sharded import meshes
 
 LOSSY = "error_feedback(fp16(allreduce))"
 TWO_HOPS = "error_feedback(quantize(two_shot, bits=4, block=16, rounding='stochastic'))"
+RANDOM_HOP = "ef21(quantize(allgather, bits=4, block=16, rounding='stochastic'))"
 SMALL = 1e-4  # MiB: several buckets
 
 
@@ -257,6 +259,7 @@ class Way:
         updates: Whether messages of the optimizer's step end as those of a backward do.
         wire: The class that sends.
         uses_alike: All ranks must use the same leaves in a step.
+        owns: Ranks have other parts of the optimizer's state.
     """
 
     ranks = 2
@@ -268,7 +271,7 @@ class Way:
     told = "rank {} failed with"
     updates = False
     wire: type = C10d
-    uses_alike = False
+    uses_alike = owns = False
     device = "cpu"
 
     model: Any
@@ -471,13 +474,22 @@ class Owners(Way):
         "an error in the update": Refuses("restart from a checkpoint"),
     }
 
+    owns, weights = True, "allgather"
+
     def make(self) -> None:
         net = self.net()
         self.optimizer = self.sgd(net)
-        self.keeper = self.model = fnddp.own(net, self.optimizer, self.text, bucket_cap_mb=SMALL)
+        with patched(hops, "CUT", 16):  # leaves are cut by rows
+            self.keeper = self.model = fnddp.own(net, self.optimizer, self.text, self.weights, bucket_cap_mb=SMALL)
 
     def is_finite(self) -> bool:
         return bool(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e9).isfinite())
+
+
+class OwnersOfWeights(Owners):
+    """Owners have weights of their own, which are more exact than the model's."""
+
+    weights = RANDOM_HOP
 
 
 # FSDP's
@@ -550,8 +562,8 @@ class ShardsAndReplicas(Fsdp):
 
 
 class OwnedMatrices(Fsdp):
-    text, plain = "ef21(quantize(allgather, bits=4))", "allgather"
-    points = (Point(matrices, "require_same_parameters"),)
+    text, plain, owns = RANDOM_HOP, "allgather", True
+    points = (Point(Matrices, "require_same_parameters"),)
     told = "on another rank refused to begin"
     updates = True
     cells = Fsdp.cells | {
@@ -600,6 +612,8 @@ class Attach(Way):
     plain = "local_sgd(every=1)"
     cells = DEFAULT | {
         "a gradient that is not finite": Absent("all ranks must take the same number of local steps"),
+        "weights that are written": Absent("an outer step counts them as a local one"),
+        "hooks of a step": Absent("the outer step is one of them"),
         "another pipeline": Absent("attach another outer step"),
         "deepcopy": Refuses("cannot be copied or pickled"),
         "pickle": Refuses("cannot be copied or pickled|Can't pickle"),
@@ -788,6 +802,7 @@ WAYS: dict[str, type[Way]] = {
     "value_and_grad": ValueAndGrad,
     "jit": Jit,
     "own": Owners,
+    "own_weights": OwnersOfWeights,
     "compress_shards": Shards,
     "compress_replicas": Replicas,
     "compress": ShardsAndReplicas,

@@ -1,109 +1,216 @@
-"""An optimizer for the parameters that a rank owns, and the second hop that sends their new weights."""
+"""Optimizers whose leaves have owners: steps, checks and checkpoints, for every layout of the weights."""
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import MethodType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from fnddp.adapters.owned_gradient import OwnedGradient
 from fnddp.core import collectives
-from fnddp.core.sync import Sync
-from fnddp.core.tree import Leaves, changed
-from fnddp.ir.program import LeafSpec
-from fnddp.plan.draft import Donation
-from fnddp.reducers.carriers import all_gather
-from fnddp.reducers.halves import Owners, to_all, with_halves
-from fnddp.run.engine import Engine
-from fnddp.run.hops import codecs_of, groups_of, mark_states, require_same_parameters
-from fnddp.run.lane import Lane
-from fnddp.torch_private import without_step_hooks
-from fnddp.transforms.memory import ef21
+from fnddp.core.state import on_cpu
+from fnddp.core.tree import Leaves, without_wrappers
+from fnddp.device import device_of
+from fnddp.reducers.halves import Owners
+from fnddp.run.hops import OWNED, mark_owner, owned_in, owned_rows, require_own_state, require_shapes, unmark
+from fnddp.torch_private import between_step_hooks, untraced, without_step_hooks
+from fnddp.wire import control
+from fnddp.wire.groups import live_group
+
+STATE, WEIGHTS, CODECS = "state.", "weights.", "codecs."
+Entries = dict[tuple[str, str, str], Any]
+"""Values of a checkpoint, by "state" or "weights", the name of the leaf, and the key in its state, or ""."""
 
 
-class OwnedOptimizer:
-    """One optimizer for the parameters that this rank owns. The second hop sends their new weights to all ranks.
+class OwnedOptimizer(ABC):
+    """One optimizer, of which each rank updates only the leaves that it owns.
+
+    A derived class is a layout: `own` has the leaves of a module, and `own_matrices` the shards of FSDP2.
 
     Attributes:
-        own: The parts that this rank owns, by name: parameters that share memory with the model's, or have their own.
-        has_own_memory: True if the owner's weights are in separate memory, not in the model's.
-        others: A substitute of one element for each leaf of other ranks. The first one's gradient is 0 or NaN, so that
-            a loss scaler sees overflow on a rank that owns no gradient. Optimizer steps do not see it.
-        placeholders: The objects in `.grad` of those parameters of the model that have a gradient at their owners.
+        parameters: The model's parameters, by name.
+        own: The weights that this rank owns, by name.
+        leaves: The optimizer's parameters, by name. Those of owned leaves are the keys of their state.
+        codecs: The state of the codecs of its hops.
+        keeps_weights: True if owners have other weights than the model, so that a checkpoint needs them.
+        failure: The error of a step that only some owners took.
+        is_over: True if no other rank waits for this rank's step.
     """
+
+    who: ClassVar[str]  # the function that made it, for errors
+    leaves: Mapping[str, Any]
+    keeps_weights: bool
+    codecs: Any
+    failure: BaseException | None = None
+    is_over = True
 
     def __init__(
         self,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Any],
         owners: Owners,
-        weights: Sync,
         group: str | None,
-        dtype: torch.dtype | None,
-        bucket_caps: Sequence[float],
-        lane: Lane,
     ) -> None:
-        self.optimizer, self.parameters, self.owners = optimizer, dict(parameters), owners
-        self.rank = collectives.rank(group)
-        self.sends_differences = isinstance(weights, ef21)
-        codecs = codecs_of(weights)
-        self._is_exact = isinstance(codecs, all_gather)  # the second hop is lossless
-        self.has_own_memory = not (self._is_exact and dtype in (None, *{p.dtype for p in self.parameters.values()}))
+        self._model, self.optimizer, self.parameters, self.owners = model, optimizer, dict(parameters), owners
+        self.group, self.rank = group, collectives.rank(group)
         self.own: dict[str, nn.Parameter] = {}
-        self.others: dict[str, nn.Parameter] = {}
-        self.placeholders: dict[str, OwnedGradient] = {}
-        self.zeroed: set[str] = set()  # leaves of other ranks with gradients set to zero
-        self._seen: Leaves = {}  # the model's values after the last step, if owners have separate memory
-        self._take(dtype)
-        sync = with_halves(codecs, to_all(owners=owners)).over(group, unnamed_only=True)
-        like = {name: self._sent_like(name, device="meta") for name in self.parameters}
-        specs = {name: LeafSpec.of(self._sent_like(name)) for name in self.parameters}
-        self.engine = Engine(
-            sync,
-            specs,
-            state=sync.init(like),
-            bucket_caps=bucket_caps,
-            donation=Donation(),
-            learns_order=False,
-            groups=[group],
-            lane=lane,
-        )
-        self.engine.connect()
 
-    def _sent_like(self, name: str, device: str | None = None) -> Tensor:
-        p = self.parameters[name]
-        dtype = p.dtype if self._is_exact and not self.sends_differences else self._dtypes[name]
-        return torch.empty(self.owners.sent_shape(name), dtype=dtype, device=device or p.device)
+    # The layout
 
-    def _take(self, dtype: torch.dtype | None) -> None:
-        """Replace the optimizer's parameters by the parts that this rank owns, and cut its state accordingly."""
-        optimizer, before = self.optimizer, {id(p): name for name, p in self.parameters.items()}
-        self._dtypes = {name: dtype or p.dtype for name, p in self.parameters.items()}
-        for name, p in self.parameters.items():
-            rows = self._rows(name)
-            if rows.numel():
-                memory = rows.to(self._dtypes[name], copy=True) if self.has_own_memory else rows
-                self.own[name] = nn.Parameter(memory)
-                if self.has_own_memory:
-                    self._seen[name] = rows.clone()
-            state = optimizer.state.pop(p, None)
-            if state and name in self.own:
-                optimizer.state[self.own[name]] = {key: self.own_part(name, value) for key, value in state.items()}
-        for name, p in self.parameters.items():
-            if name not in self.own:
-                self.others[name] = nn.Parameter(torch.zeros((1,) * p.ndim, dtype=self._dtypes[name], device=p.device))
-        places = {**self.own, **self.others}
-        for each in optimizer.param_groups:
-            each["params"] = [places.get(before.get(id(p), ""), p) for p in each["params"]]
-        mark_states("own", optimizer, self.owners, self.rank, places)
+    @abstractmethod
+    def update(self, step: Callable[[], Any]) -> Any:
+        """Update this rank's weights by `step`, send them, and set `is_over`; return the result of `step`."""
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Report the error of a step to the ranks that wait for this one."""
+
+    @abstractmethod
+    def weights(self) -> Leaves:
+        """Return this rank's weights, or what was written to the model's instead. All ranks call it."""
+
+    @abstractmethod
+    def follow(self, *, everything: bool = False) -> None:
+        """Copy to this rank's weights what was written to the model's since the last step; `everything` copies all.
+
+        All ranks call it.
+        """
+
+    def whole(self, name: str, value: Any) -> Any:
+        """Return a whole value of a state that this rank loads; all ranks call it."""
+        return value
+
+    # Steps
+
+    def begin(self) -> None:
+        """Run checks that all ranks pass, or none."""
+        if self.failure is not None:
+            raise RuntimeError(f"{self.who}: an earlier step failed; restart from a checkpoint") from self.failure
+
+    def take_over(self) -> None:
+        """Wrap the optimizer's step, and let its state have an owner: call it last in `__init__`."""
+        optimizer = self.optimizer
+        step = optimizer.step
+
+        @functools.wraps(step)
+        def stepped(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._step(step, args, kwargs)
+
+        optimizer.step = MethodType(stepped, optimizer)  # a bound method, because schedulers wrap it in turn
+        mark_owner(optimizer, self.who)
+        optimizer.register_state_dict_post_hook(self._mark)
+        optimizer.register_load_state_dict_pre_hook(self._check_loaded)
         optimizer.register_load_state_dict_post_hook(self._divide_loaded)
 
-    def _divide_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep this rank's part of a state that `optimizer.load_state_dict` has loaded, for example a complete one."""
-        for name, p in self.own.items():
-            state = optimizer.state.get(p, {})
-            state.update({key: self.own_part(name, value) for key, value in state.items()})
+    @untraced
+    def _step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.begin()
+        self.is_over = False
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if any(each is not None for each in (*args, kwargs.get("closure"))):  # Accelerate passes None
+                raise TypeError(
+                    f"{self.who}: {type(self.optimizer).__name__}.step got a closure, which may evaluate the model "
+                    "between updates that other ranks do not have yet; call backward(), then step()"
+                )
+            self.require_same_parameters()
+            return self.update(functools.partial(step, **kwargs))
+
+        try:
+            return between_step_hooks(self.optimizer, run, args, kwargs)
+        except BaseException as error:
+            device = device_of(next(iter(self.parameters.values())).device)
+            if not self.is_over and not device.is_capturing():  # else nothing has run
+                self.fail(error)
+            raise
+
+    @contextmanager
+    def alone(self, names: Collection[str] | None = None) -> Generator[None]:
+        """Leave only this rank's own weights of `names` in the optimizer's groups in the block; None for all.
+
+        Empty groups are left out, so that an optimizer can stack the gradients of a group.
+        """
+        own_of = {self.leaves[name]: own for name, own in self.own.items() if names is None or name in names}
+        state, groups = self.optimizer.state, [*self.optimizer.param_groups]
+        held = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = [own_of[p] for p in group["params"] if p in own_of]
+        self.optimizer.param_groups[:] = [group for group in groups if group["params"]]
+        for p, own in own_of.items():
+            if p in state:
+                state[own] = state.pop(p)
+        try:
+            yield
+        finally:
+            self.optimizer.param_groups[:] = groups
+            for group, params in zip(groups, held, strict=True):
+                group["params"] = params
+            for p, own in own_of.items():
+                if own in state:
+                    state[p] = state.pop(own)
+
+    def require_same_parameters(self) -> None:
+        """Raise a RuntimeError if the optimizer has a parameter without an owner."""
+        ids = {*map(id, (*self.leaves.values(), *self.parameters.values()))}
+        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if p.requires_grad and id(p) not in ids:
+                raise RuntimeError(
+                    f"{self.who}: {type(self.optimizer).__name__} has got a parameter of shape {tuple(p.shape)} since "
+                    f"it was given to {self.who}, which has no owner; add it before"
+                )
+
+    def require_consistent(self) -> None:
+        """Raise a RuntimeError if the optimizer's state belongs in no checkpoint: a parameter has no owner, or a step
+        failed after some owners had updated their leaves."""
+        self.require_same_parameters()
+        if (error := self.failure) is not None:
+            raise RuntimeError(
+                f"{self.who}: a step has failed ({type(error).__name__}: {error}), so weights and the state of "
+                "optimizers are of two steps, and no checkpoint; restart from one of before"
+            ) from error
+
+    # States by index, which torch's own methods save and load
+
+    def _names_in(self, groups: Iterable[Mapping[str, Any]]) -> list[str | None]:
+        name_of = {id(p): name for name, p in self.leaves.items()}
+        return [name_of.get(id(p)) for group in groups for p in group["params"]]
+
+    def _mark(self, of: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        """Record this rank's rows in a `state_dict`: indices are equal on all ranks, and would reveal no mix-up.
+
+        Leaves of other ranks get tensors without elements: an optimizer without owners that loads them then fails in
+        its first step. It would otherwise continue to train with a part of the state missing.
+        """
+        mine, like = owned_rows(self.owners, self.rank), next(iter(saved["state"].values()), {})
+        empty = {key: v.new_empty(0) if isinstance(v, Tensor) and v.ndim else v for key, v in like.items()}
+        for i, name in enumerate(self._names_in(of.param_groups)):
+            if empty and name is not None and name not in mine:
+                saved["state"][i] = empty
+        for group in saved["param_groups"]:
+            group[OWNED] = mine
+
+    def _check_loaded(self, of: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        theirs = owned_in([*saved["param_groups"], saved])  # older files have it next to the groups
+        require_own_state(self.who, of, theirs, self.owners, self.rank)
+        indices = [i for group in saved["param_groups"] for i in group["params"]]
+        for i, name in zip(indices, self._names_in(of.param_groups), strict=False):  # torch checks the lengths
+            if name in self.own:
+                shapes = [self.owners.shape(name), self.own[name].shape]
+                require_shapes(self.who, of, name, shapes, saved["state"].get(i, {}))
+
+    def _divide_loaded(self, of: torch.optim.Optimizer) -> None:
+        """Keep this rank's part of a loaded state, for example of a complete one."""
+        unmark(of)
+        for name, p in self.leaves.items():
+            state = of.state.pop(p, None)
+            if state is not None and name in self.own:
+                of.state[p] = {key: self.own_part(name, value) for key, value in state.items()}
 
     def own_part(self, name: str, value: Any) -> Any:
         """Return a copy of this rank's part of a value in the optimizer's state: its rows of a value like the leaf."""
@@ -112,119 +219,44 @@ class OwnedOptimizer:
         is_whole = value.shape == self.owners.shape(name)
         return (self.owners.own(name, value, self.rank) if is_whole else value).clone()
 
-    def require_same_parameters(self) -> None:
-        """Raise a RuntimeError if the optimizer has new parameters."""
-        known = *self.own.values(), *self.others.values(), *self.parameters.values()
-        require_same_parameters("own", self.optimizer, known)
+    # States by name
 
-    def check(self) -> None:
-        """Check gradients and parameters before a step, and copy changes of the model's parameters: see `follow`.
+    def entries(self, *, filled: bool = False) -> "Entries":
+        """Return this rank's state and weights; if `filled`, a state to load into if there is none. All ranks call it.
 
-        Raises:
-            RuntimeError: A gradient was never synchronized, or the optimizer has new parameters.
+        That state comes from a step with learning rate 0, and is removed: Adam's next step would be its second.
         """
-        self.follow_cleared()
-        self.require_same_parameters()
-        for name, p in self.parameters.items():
-            if (p.grad.added if isinstance(p.grad, OwnedGradient) else p.grad) is not None:
-                raise RuntimeError(
-                    f"own: {name!r} has a gradient that no backward has synchronized, of a backward within no_sync, or "
-                    "of the module itself; run the last backward of a step outside of no_sync, on the wrapped model"
-                )
-        self.follow()
+        weights, found = self.weights() if self.keeps_weights else {}, Entries()
+        with self._filled() if filled else nullcontext():
+            for name in self.own:
+                for key, value in self.optimizer.state.get(self.leaves[name], {}).items():
+                    found["state", name, key] = value
+                if self.keeps_weights:
+                    found["weights", name, ""] = weights[name]
+        return found
 
-    def _rows(self, name: str) -> Tensor:
-        return self.owners.own(name, self.parameters[name].detach(), self.rank)
+    def named_groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's groups as torch saves them, on the CPU, with names of parameters."""
+        named = *self._model.named_parameters(), *self.parameters.items(), *self.leaves.items()  # frozen ones, too
+        name_of = {id(p): without_wrappers(name) for name, p in named}
+        groups: list[dict[str, Any]] = []
+        for group in self.optimizer.param_groups:
+            names = [name_of[id(p)] for p in group["params"] if id(p) in name_of]
+            groups.append({**on_cpu({key: value for key, value in group.items() if key != "params"}), "params": names})
+        return groups
 
-    def written(self) -> Leaves:
-        """Return this rank's rows of the model's weights, if owners have separate memory and these rows were changed.
-
-        Values are compared, because an evaluation may swap averaged weights in, and then the training weights again.
-        """
-        rows = {name: self._rows(name) for name in self._seen}
-        return {name: rows[name].to(self._dtypes[name], copy=True) for name in changed(rows, self._seen)}
-
-    def follow(self, *, everything: bool = False) -> None:
-        """Copy to the owned weights what was written to the model's since the last step; `everything` copies all."""
-        for name, own in self.own.items():
-            if not self.has_own_memory and own.data_ptr() != (rows := self._rows(name)).data_ptr():
-                own.data = rows  # the model's `.data` was replaced
-        for name in self._seen if everything else self.written():
-            for each in (self.own[name].detach(), self._seen[name]):
-                each.copy_(self._rows(name))
-
-    def follow_cleared(self) -> None:
-        """Clear the gradients of parameters without their placeholder, for example after the module's `zero_grad`."""
-        zeroed = [name for name, each in self.placeholders.items() if self.parameters[name].grad is not each]
-        for name in zeroed:
-            del self.placeholders[name]
-            if name in self.own:
-                self.own[name].grad = None
-        if zeroed and not self.others.keys() & self.placeholders.keys():
-            for p in self.others.values():
-                p.grad = None
-
-    def clear(self, name: str) -> None:
-        """Record that the gradient of another rank's leaf is zero. Once all are zero, zero the substitute's too."""
-        self.zeroed.add(name)
-        if self.others.keys() & self.placeholders.keys() <= self.zeroed:
-            for p in self.others.values():
-                if p.grad is not None:
-                    p.grad.zero_()
-
-    def remove_placeholders(self) -> None:
-        """Remove placeholders from the model's parameters, because a backward accumulates there."""
-        self.follow_cleared()
-        for name, each in self.placeholders.items():
-            self.parameters[name].grad, each.added = each.added, None
-
-    def restore_placeholders(self) -> None:
-        """Restore the placeholders that `remove_placeholders` removed; they keep unsynchronized gradients."""
-        for name, each in self.placeholders.items():
-            p = self.parameters[name]
-            if p.grad is not each:
-                p.grad, each.added = each, p.grad
-
-    @torch.inference_mode(False)  # plans keep memory, so it must not be made in inference mode
-    @torch.no_grad()
-    def send(self) -> None:
-        """Send the weights that this rank owns, and write those of all owners to the model."""
-        leaves: Leaves = {}
-        for name, p in self.parameters.items():
-            like = self.owners.sent_shape(name)
-            own = self.own.get(name)
-            if own is None:
-                is_like = self.owners.owner(name) is not None and self._sent_like(name, "meta").dtype == p.dtype
-                leaves[name] = p.detach() if is_like else self._sent_like(name)
-                continue
-            value = own.detach()
-            if self.sends_differences:
-                value = value - self._rows(name).to(value.dtype)
-            elif self._is_exact:
-                value = value.to(p.dtype)
-            if value.shape != like:
-                value = torch.cat([value, value.new_zeros(like[0] - value.shape[0], *like[1:])])
-            leaves[name] = value
-        mean = self.engine.run(leaves).mean
-        for name, value in mean.items():
-            p = self.parameters[name]
-            if self.sends_differences:
-                p.add_(value)
-            elif self.has_own_memory or self.owners.owner(name) != self.rank:
-                p.copy_(value)
-        for name, seen in self._seen.items():
-            seen.copy_(self._rows(name))
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Leave only this rank's own parameters in the optimizer's groups in the block."""
-        return groups_of(self.optimizer, {p: p for p in self.own.values()})
+    def dtensor(self, name: str, value: Any) -> Any:
+        """Return a value of a checkpoint, as a DTensor if it has rows of a leaf of which other ranks own others."""
+        if not isinstance(value, Tensor):
+            return value
+        if self.owners.owner(name) is not None or value.shape != self.own[name].shape:
+            return value.detach()
+        mesh, shape = DeviceMesh.from_group(live_group(self.group), value.device.type), self.owners.shape(name)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(value.detach(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     @contextmanager
-    def filled(self) -> Generator[None]:
-        """Create a state in the block, by a step with learning rate 0, for an optimizer without one: to load into.
-
-        After the block it has no state again. The step would otherwise count: Adam's next step would be its second.
-        """
+    def _filled(self) -> Generator[None]:
         if self.optimizer.state or not self.own:
             yield
             return
@@ -244,3 +276,159 @@ class OwnedOptimizer:
             for name, p in self.own.items():
                 p.grad = grads[name]
             self.optimizer.state.clear()
+
+
+class OwnedStates:
+    """Checkpoints of optimizers whose leaves have owners.
+
+    Attributes:
+        owned: The optimizers, in the order of the checkpoint.
+    """
+
+    owned: Sequence[Any]
+
+    def require_consistent(self) -> None:
+        """Raise a RuntimeError, on all ranks, if a step failed after some owners had updated their leaves.
+
+        Raise one also if an optimizer has a new parameter that no rank owns: a checkpoint would leave it out.
+        """
+        for each in self.owned:
+            each.require_consistent()
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the complete state of all optimizers by parameter name, on the CPU. All ranks call it.
+
+        It has the form of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, so it loads on any number
+        of ranks, and into the same optimizers without owners. If owners keep weights of their own, these are included
+        under "weights". Use `optimizer_checkpoint` instead if the state does not fit into a rank's memory.
+        """
+        self.require_consistent()
+        mine: dict[Any, Any] = {entry: value for each in self.owned for entry, value in each.entries().items()}
+        parts: dict[tuple[str, str, str], list[Any]] = {}
+        for held in control.all_gather_object(on_cpu(mine), self.owned[0].group):
+            for entry, value in held.items():
+                parts.setdefault(entry, []).append(value)
+        saved: dict[str, Any] = {"state": {}, "param_groups": self.groups(), "weights": {}}
+        ndims = {name: p.ndim for each in self.owned for name, p in each.parameters.items()}
+        for (kind, name, key), (first, *others) in parts.items():
+            is_cut = others and isinstance(first, Tensor) and first.ndim == ndims[name]  # else the same on all
+            of_kind = saved[kind] if kind == "weights" else saved[kind].setdefault(without_wrappers(name), {})
+            of_kind[key or without_wrappers(name)] = torch.cat([first, *others]) if is_cut else first
+        codecs = [each.codecs for each in self.owned]
+        return saved | ({"codecs": codecs} if any(codecs) else {})
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups of all optimizers, with names of parameters, as torch saves them."""
+        return [group for each in self.owned for group in each.named_groups()]
+
+    def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load the result of `optimizer_state_dict`, or torch's, from any number of ranks: each keeps its own leaves.
+
+        All ranks call it. Load the model's weights first. State that is missing because another second hop saved it
+        starts anew: owners' weights are then the model's, and random numbers continue from this run's generator.
+
+        Raises:
+            ValueError: The state is of other optimizers or parameters.
+        """
+        groups, mine = list(saved["param_groups"]), self.groups()
+        if [set(group["params"]) for group in groups] != [set(group["params"]) for group in mine]:
+            raise ValueError(
+                f"load_optimizer_state_dict: the groups of parameters are {[len(g['params']) for g in groups]} "
+                f"parameters long, and those here {[len(g['params']) for g in mine]}, or have other names; load it "
+                "with the same optimizers, in the same order"
+            )
+        states: dict[str, dict[str, Any]] = {}
+        for each in self.owned:
+            for name in each.parameters:
+                of_leaf = dict(saved["state"].get(saved_as := without_wrappers(name), {}))
+                of_leaf = {key: each.whole(name, value) for key, value in of_leaf.items()}
+                if name in each.own and of_leaf:
+                    shapes = [each.owners.shape(name), each.own[name].shape]  # an OptimizerCheckpoint saves rows
+                    require_shapes("load_optimizer_state_dict", each.optimizer, name, shapes, of_leaf)
+                    states[saved_as] = {key: each.own_part(name, value) for key, value in of_leaf.items()}
+        for i, each in enumerate(self.owned):
+            count, weights, codecs = len(each.optimizer.param_groups), saved.get("weights", {}), saved.get("codecs", [])
+            of_optimizer, groups = groups[:count], groups[count:]
+            names = [name for group in each.named_groups() for name in group["params"]]
+            state = {i: states[name] for i, name in enumerate(names) if name in states}
+            held = each.optimizer.state_dict()["param_groups"]  # with indices of parameters
+            indexed = [
+                mine | {k: group.get(k, v) for k, v in mine.items() if k != "params"}
+                for group, mine in zip(of_optimizer, held, strict=True)
+            ]
+            each.optimizer.load_state_dict({"state": state, "param_groups": indexed})
+            each.follow(everything=True)  # another second hop saved no owners' weights
+            for name, own in each.own.items():
+                if each.keeps_weights and (whole := weights.get(without_wrappers(name))) is not None:
+                    own.detach().copy_(each.own_part(name, whole))
+            if i < len(codecs) and codecs[i].keys() == each.codecs.keys():
+                each.codecs = codecs[i]
+
+    def optimizer_checkpoint(self) -> "OptimizerCheckpoint":
+        """Return the state of all optimizers for torch.distributed.checkpoint, without gathering it anywhere.
+
+        Before the first step it is the state after a step with learning rate 0, as torch saves it. Loaded, that step
+        counts; `fnddp.integrations.checkpoint.save` records that there was none.
+        """
+        return OptimizerCheckpoint(self)
+
+
+class OptimizerCheckpoint:
+    """A `torch.distributed.checkpoint.stateful.Stateful`: each rank saves, and loads, the leaves that it owns.
+
+    Leaves that are cut by rows are DTensors, so any number of ranks can load them.
+
+    Attributes:
+        stepped: Optimizers that have taken a step on some rank. Their leaves without a state are saved without one.
+        left_out: Names of leaves that have no state in the checkpoint, so that none is loaded.
+        saved: Keys of the checkpoint to load, if another second hop may have saved it, so that entries can be missing;
+            None if it has all of them.
+    """
+
+    def __init__(self, states: OwnedStates) -> None:
+        self._states = states
+        self.stepped: Collection[torch.optim.Optimizer] = ()
+        self.left_out: Collection[str] = ()
+        self.saved: Collection[str] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the leaves of all owners."""
+        return [without_wrappers(name) for each in self._states.owned for name in each.parameters]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's leaves, by name; of an optimizer without a state, one to load into."""
+        self._states.require_consistent()
+        saved: dict[str, Any] = {}
+        for i, each in enumerate(self._states.owned):
+            for (kind, name, key), value in each.entries(filled=each.optimizer not in self.stepped).items():
+                saved_as = without_wrappers(name)
+                if kind == "weights" or saved_as not in self.left_out:
+                    saved[".".join((kind, saved_as, *([key] if key else ())))] = each.dtensor(name, value)
+            saved |= {f"{CODECS}{i}.{key}": value for key, value in each.codecs.items()}
+        if (there := self.saved) is not None:
+            anew = (CODECS,) if any(key.startswith(WEIGHTS) for key in there) else (CODECS, WEIGHTS)
+            saved = {key: value for key, value in saved.items() if key in there or not key.startswith(anew)}
+        return saved | {"param_groups": self._states.groups()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the state of the leaves that this rank owns."""
+        state: dict[str, dict[str, Any]] = {}
+        weights: dict[str, Tensor] = {}
+        codecs: list[dict[str, Any]] = []
+        for i, each in enumerate(self._states.owned):
+            codecs.append({key: state_dict.get(f"{CODECS}{i}.{key}", value) for key, value in each.codecs.items()})
+            for name in map(without_wrappers, each.own):
+                begin = f"{STATE}{name}."
+                entries = {key.removeprefix(begin): key for key in state_dict if key.startswith(begin)}
+                if entries:
+                    state[name] = {key: _local(state_dict[entry]) for key, entry in entries.items()}
+                if f"{WEIGHTS}{name}" in state_dict:
+                    weights[name] = _local(state_dict[f"{WEIGHTS}{name}"]).clone()  # loaded in place, into the owner's
+        groups = state_dict["param_groups"]
+        saved = {"state": state, "param_groups": groups, "weights": weights, "codecs": codecs}
+        self._states.load_optimizer_state_dict(saved)
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value

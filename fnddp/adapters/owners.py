@@ -1,60 +1,45 @@
 """Sharded optimizers (ZeRO-1, Muon): the rank that owns a leaf updates it, and sends the update to all ranks."""
 
-import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import takewhile
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
-from fnddp import torch_private
 from fnddp.adapters.module.steps import Steps
 from fnddp.adapters.module.wrapper import DistributedDataParallel
 from fnddp.adapters.owned_gradient import OthersGradient, OwnedGradient
-from fnddp.adapters.owned_optimizer import OwnedOptimizer
+from fnddp.adapters.owned_leaves import OwnedLeaves
+from fnddp.adapters.owned_optimizer import OwnedStates
 from fnddp.core import collectives
 from fnddp.core.agreement import RankMismatchError, agree
 from fnddp.core.group import Group, group_name
-from fnddp.core.state import describe, load_state_dict, on_cpu
-from fnddp.core.state import state_dict as of_state
+from fnddp.core.state import describe
 from fnddp.core.sync import State, Sync
-from fnddp.core.tree import without_wrappers
 from fnddp.device import device_of
 from fnddp.plan.plan import Plan
 from fnddp.reducers.halves import Owners, with_halves
-from fnddp.run.engine import begin_next
 from fnddp.run.hops import (
     default_cap_mb,
     first_hop,
-    named_groups,
     options_of,
     owned_in,
     owners_of,
     parameters_of,
-    refuse_closure,
     require_own_state,
-    require_same_groups,
     require_shapes,
     second_hop,
     several,
     to_their_owners,
-    wrap_step,
 )
 from fnddp.run.step import Synchronized
-from fnddp.run.vote import StepFailedError
 from fnddp.show.text import count
 from fnddp.wire import control
 from fnddp.wire.groups import live_group, world_size
 from fnddp.wire.protocol import CollectiveError
-
-CODECS = "codecs."
-WEIGHTS = "weights."
-STATE = "state."
 
 
 class _OwnerSteps(Steps):
@@ -65,7 +50,8 @@ class _OwnerSteps(Steps):
 
     def _start(self, accumulated: str = "") -> Any:
         if self._open() is None:
-            self.owners.remove_placeholders()
+            for each in self.owners.owned:
+                each.remove_placeholders()
         taken = super()._start(accumulated)
         if taken.keeps_graph:
             self._stop(
@@ -76,11 +62,15 @@ class _OwnerSteps(Steps):
 
     def _finish(self) -> None:
         super()._finish()
-        self.owners.restore_placeholders()  # for parameters without a gradient in this backward
+        self._restore()  # for parameters without a gradient in this backward
 
     def _undo(self) -> None:
         super()._undo()
-        self.owners.restore_placeholders()
+        self._restore()
+
+    def _restore(self) -> None:
+        for each in self.owners.owned:
+            each.restore_placeholders()
 
     def _end(self) -> Synchronized:
         step = self.engine.step
@@ -99,13 +89,14 @@ class _OwnerSteps(Steps):
             self.owners.receive(name, mean, taken.sparse.get(name))
 
 
-class OwnerDataParallel(DistributedDataParallel):
+class OwnerDataParallel(OwnedStates, DistributedDataParallel):
     """A wrapped module that sends gradients to the ranks that own them, and receives weights from them: see `own`.
 
     It is a `fnddp.DistributedDataParallel`: `no_sync`, `weight`, `plan`, `sync_state` and the rules for failures are
     the same. The optimizer's parameters hold the gradients; `.grad` of the model's parameters holds placeholders.
     """
 
+    owned: Sequence[OwnedLeaves]
     steps_class, _takes_in_thawed = _OwnerSteps, False  # thawed parameters would have no owners
 
     def __init__(
@@ -124,75 +115,35 @@ class OwnerDataParallel(DistributedDataParallel):
         super().__init__(module, sync=gradients, **options)
         self._steps.owners = self  # pyright: ignore[reportAttributeAccessIssue]
         self._is_nonfinite: Tensor | bool = False
-        self._inconsistent_since: BaseException | None = None  # the error of a step that only some owners took
         self._norms: dict[float, dict[str, Tensor]] = {}  # gathered, but not used yet
-        self._has_others: set[OwnedOptimizer] = set()  # with a substitute's gradient of this backward
-        self._sharded = [
-            OwnedOptimizer(
-                optimizer, parameters, each, weights, self._group, master_dtype, self._bucket_caps, self._engine.lane
-            )
+        self._has_others: set[OwnedLeaves] = set()  # with a substitute's gradient of this backward
+        shared = self._group, master_dtype, self._bucket_caps, self._engine.lane, self._begin_step
+        self.owned = [
+            OwnedLeaves(module, optimizer, parameters, each, weights, *shared)
             for optimizer, parameters, each in zip(optimizers, named, owners, strict=True)
         ]
-        of = {name: each for each in self._sharded for name in each.parameters}
+        of = {name: each for each in self.owned for name in each.parameters}
         self._of = {name: of[name] for name, _ in module.named_parameters() if name in of}  # the order of clipping
-        for sharded in self._sharded:
-            self._wrap(sharded)
 
     # Steps of optimizers
 
-    def _wrap(self, sharded: OwnedOptimizer) -> None:
-        """Wrap `step` and `zero_grad` of the optimizer, as schedulers wrap `step`."""
-        optimizer: Any = sharded.optimizer
-        zero_grad = optimizer.zero_grad
-
-        @functools.wraps(zero_grad)
-        def zeroed(*args: Any, **kwargs: Any) -> None:
-            zero_grad(*args, **kwargs)
-            sharded.placeholders.clear()
-            for p in sharded.parameters.values():
-                p.grad = None
-
-        wrap_step(optimizer, functools.partial(self._step, sharded))
-        optimizer.zero_grad = zeroed
-
-    @torch_private.untraced
-    def _step(self, sharded: OwnedOptimizer, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _begin_step(self, sharded: OwnedLeaves) -> None:
         self._steps.settle()
         self._steps.require_same_world()
         device = device_of(self.device)
-        if sharded.has_own_memory or len(self._sharded) > 1:
+        if sharded.keeps_weights or len(self.owned) > 1:
             device.refuse_capture("own compares weights, or the optimizers that ranks step, on the host")
         self._require_same_optimizer(sharded)
-        is_over = False
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_over
-            refuse_closure("own", sharded.optimizer, args, kwargs)
-            sharded.check()
-            with sharded.alone():
-                done = step(*args, **kwargs)
-            is_over = True
-            self._send(sharded)
-            return done
-
-        try:
-            return torch_private.between_step_hooks(sharded.optimizer, run, args, kwargs)
-        except BaseException as error:
-            if not is_over and not device.is_capturing():  # the other ranks wait for this rank's weights
-                begin_next([sharded.engine])
-                sharded.engine.fail(error)
-                self._end_by(error)
-            raise
-
-    def _require_same_optimizer(self, sharded: OwnedOptimizer) -> None:
+    def _require_same_optimizer(self, sharded: OwnedLeaves) -> None:
         """Raise a RankMismatchError on all ranks, before anything changes, unless all step the same optimizer.
 
         Messages of two optimizers may have the same size, so ranks could otherwise mix them up.
         """
-        if len(self._sharded) == 1 or world_size(self._group) == 1:
+        if len(self.owned) == 1 or world_size(self._group) == 1:
             return
-        place = self._sharded.index(sharded)
-        name = f"{type(sharded.optimizer).__name__}, optimizer {place} of {len(self._sharded)}"
+        place = self.owned.index(sharded)
+        name = f"{type(sharded.optimizer).__name__}, optimizer {place} of {len(self.owned)}"
         try:
             last, first = control.highest_of([place, -place], self._group)
         except RuntimeError as error:
@@ -206,35 +157,7 @@ class OwnerDataParallel(DistributedDataParallel):
                 "all ranks"
             )
 
-    def _send(self, sharded: OwnedOptimizer) -> None:
-        try:
-            sharded.send()
-        except StepFailedError as error:
-            named = StepFailedError(
-                f"{type(sharded.optimizer).__name__}.step failed on another rank, so no rank has its weights: "
-                f"{str(error).split('. State and')[0]}. Owners have updated theirs: restart from a checkpoint"
-            )
-            self._end_by(named)
-            raise named from error
-        except BaseException as error:
-            self._end_by(error)
-            raise
-
-    def _end_by(self, error: BaseException) -> None:
-        """Refuse later steps and checkpoints: some owners have updated their leaves, and others have not."""
-        self._engine.broken = self._inconsistent_since = error
-
     # Gradients
-
-    def remove_placeholders(self) -> None:
-        """Let a backward accumulate in the model's parameters."""
-        for each in self._sharded:
-            each.remove_placeholders()
-
-    def restore_placeholders(self) -> None:
-        """Undo `remove_placeholders` for parameters that a backward did not reach; for all if it failed."""
-        for each in self._sharded:
-            each.restore_placeholders()
 
     def begin_gradients(self, is_nonfinite: Tensor | bool) -> None:
         """Start receiving means; `is_nonfinite` is true if some rank received NaN or infinity."""
@@ -315,7 +238,7 @@ class OwnerDataParallel(DistributedDataParallel):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model, and of the parameters of its optimizers."""
         super().zero_grad(set_to_none)
-        for each in self._sharded:
+        for each in self.owned:
             each.optimizer.zero_grad(set_to_none)
 
     # Reports
@@ -329,16 +252,16 @@ class OwnerDataParallel(DistributedDataParallel):
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers, in the order in which they were passed to `own`."""
-        return [each.optimizer for each in self._sharded]
+        return [each.optimizer for each in self.owned]
 
     def owned_by(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
         """Return the parameters of an optimizer that this rank owns."""
-        return [p for each in self._sharded if each.optimizer is optimizer for p in each.own.values()]
+        return [p for each in self.owned if each.optimizer is optimizer for p in each.own.values()]
 
     @property
     def weight_plans(self) -> list[Plan | None]:
         """The plans of the second hop, one for each optimizer."""
-        return [each.engine.prepare() for each in self._sharded]
+        return [each.engine.prepare() for each in self.owned]
 
     def show_owners(self) -> str:
         """Return a table with a row for each rank: the leaves it owns for each optimizer, and its load.
@@ -348,7 +271,7 @@ class OwnerDataParallel(DistributedDataParallel):
         the bytes on a link see `plan.estimate("1gbit").link_bytes`, of `plan` and of each of `weight_plans`.
         """
         lines: list[str] = []
-        for each in self._sharded:
+        for each in self.owned:
             owners, table = each.owners, each.owners.table(dict.fromkeys(each.parameters, False))
             what = f"{count(len(each.parameters), 'leaf', 'leaves')} over {count(owners.n, 'rank')}"
             lines.append(f"{type(each.optimizer).__name__}: {what}")
@@ -360,120 +283,10 @@ class OwnerDataParallel(DistributedDataParallel):
                     f"  rank {rank}: {count(whole, 'whole leaf', 'whole leaves')} and rows of {len(parts) - whole}, "
                     f"{size:,} elements, load {owners.load[rank]:.4g} ({share:.1%})"
                 )
-        names = [f"weights of {type(each.optimizer).__name__}" for each in self._sharded]
+        names = [f"weights of {type(each.optimizer).__name__}" for each in self.owned]
         hops = zip(["gradients", *names], [self.plan, *self.weight_plans], strict=True)
         lines += [f"{what}: {plan.wire_bytes:,} wire bytes of a rank" for what, plan in hops if plan is not None]
         return "\n".join(lines)
-
-    # Checkpoints
-
-    def require_consistent(self) -> None:
-        """Raise a RuntimeError, on all ranks, if a step failed after some owners had updated their leaves.
-
-        Raise one also if an optimizer has a new parameter that no rank owns: a checkpoint would leave it out.
-        """
-        for each in self._sharded:
-            each.require_same_parameters()
-        if (error := self._inconsistent_since) is not None:
-            raise RuntimeError(
-                f"own: a step has failed ({type(error).__name__}: {error}), so weights and the state of optimizers are "
-                "of two steps, and no checkpoint; restart from one of before"
-            ) from error
-
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the complete state of all optimizers by parameter name, on the CPU. All ranks call it.
-
-        It has the form of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, so it loads on any number
-        of ranks, and into the same optimizers without `own`. If owners keep weights of their own, these are included
-        under "weights". Use `optimizer_checkpoint` instead if the state does not fit into a rank's memory.
-        """
-        self.require_consistent()
-        mine: dict[str, Any] = {}
-        for each in self._sharded:
-            weights_of = {**each.own, **each.written()}
-            for name, p in each.own.items():
-                state = dict(each.optimizer.state.get(p, {}))
-                mine[name] = on_cpu(state), on_cpu({"": weights_of[name]} if each.has_own_memory else {})
-        everyone = control.all_gather_object(mine, self._group)
-        state: dict[str, Any] = {}
-        weights: dict[str, Any] = {}
-        for name, each in self._of.items():
-            parts, saved_as = [held[name] for held in everyone if name in held], without_wrappers(name)
-            of_leaf = self._joined(each.owners, name, [part for part, _ in parts])
-            if of_leaf:
-                state[saved_as] = of_leaf
-            if each.has_own_memory and parts:  # a leaf without elements has no owner
-                weights[saved_as] = self._joined(each.owners, name, [whole for _, whole in parts])[""]
-        saved: dict[str, Any] = {"state": state, "param_groups": self._groups(), "weights": weights}
-        if any(each.engine.state != () for each in self._sharded):
-            saved["codecs"] = [of_state(each.engine.state) for each in self._sharded]
-        return saved
-
-    def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load the result of `optimizer_state_dict`, or torch's, from any number of ranks: each keeps its own leaves.
-
-        Load the model's weights first. State that is missing because another second hop saved it starts anew: owners'
-        weights are then the model's, and random numbers continue from this run's generator.
-
-        Raises:
-            ValueError: The state is of other optimizers or parameters.
-        """
-        groups = list(saved["param_groups"])
-        require_same_groups(groups, self._groups())
-        for each in self._sharded:
-            for name, p in each.own.items():
-                of_leaf = saved["state"].get(without_wrappers(name), {})
-                shapes = [each.owners.shape(name), p.shape]  # an OptimizerCheckpoint saves rows
-                require_shapes("load_optimizer_state_dict", each.optimizer, name, shapes, of_leaf)
-        for each in self._sharded:
-            count = len(each.optimizer.param_groups)
-            of_optimizer, groups = groups[:count], groups[count:]
-            names = [name for group in named_groups(each.optimizer, self._name_of(each)) for name in group["params"]]
-            own = {without_wrappers(name): name for name in each.own}
-            state = {
-                i: {key: each.own_part(own[name], value) for key, value in saved["state"][name].items()}
-                for i, name in enumerate(names)
-                if name in own and name in saved["state"]
-            }
-            at = 0
-            indexed: list[dict[str, Any]] = []
-            for group, held in zip(of_optimizer, each.optimizer.param_groups, strict=True):
-                options = {key: group.get(key, held.get(key)) for key in held if key != "params"}
-                indexed.append({**options, "params": list(range(at, at + len(held["params"])))})
-                at += len(held["params"])
-            each.optimizer.load_state_dict({"state": state, "param_groups": indexed})
-            each.follow(everything=True)  # another second hop saved no owners' weights
-            for name, whole in dict(saved.get("weights", {})).items():
-                if name in own and each.has_own_memory:
-                    each.own[own[name]].detach().copy_(each.own_part(own[name], whole))
-        for each, codecs in zip(self._sharded, saved.get("codecs", []), strict=False):
-            if codecs.keys() == of_state(each.engine.state).keys():
-                each.engine.state = load_state_dict(each.engine.state, codecs)
-
-    def optimizer_checkpoint(self) -> "OptimizerCheckpoint":
-        """Return the state of all optimizers for torch.distributed.checkpoint, without gathering it anywhere.
-
-        Before the first step it is the state after a step with learning rate 0, as torch saves it. Loaded, that step
-        counts; `fnddp.integrations.checkpoint.save` records that there was none.
-        """
-        return OptimizerCheckpoint(self)
-
-    def _name_of(self, each: OwnedOptimizer) -> dict[int, str]:
-        everyone = *self.module.named_parameters(), *each.parameters.items()  # frozen ones, too
-        everyone = *everyone, *each.own.items(), *each.others.items()
-        return {id(p): without_wrappers(name) for name, p in everyone}  # as torch saves them
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for each in self._sharded for group in named_groups(each.optimizer, self._name_of(each))]
-
-    def _joined(self, owners: Owners, name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        if len(parts) < 2:
-            return parts[0] if parts else {}
-        joined: dict[str, Any] = {}
-        for key, first in parts[0].items():  # of an optimizer that updates each element by itself
-            is_cut = isinstance(first, Tensor) and first.ndim == len(owners.shape(name))
-            joined[key] = torch.cat([part[key] for part in parts]) if is_cut else first
-        return joined
 
     # Unsupported
 
@@ -485,87 +298,6 @@ class OwnerDataParallel(DistributedDataParallel):
 
     def _agreed(self, sync: Sync | str, *, verify: bool) -> tuple[Sync, State]:
         return super()._agreed(with_halves(first_hop("own", sync), self._half), verify=verify)
-
-
-class OptimizerCheckpoint:
-    """A `torch.distributed.checkpoint.stateful.Stateful`: each rank saves, and loads, the leaves that it owns.
-
-    Leaves that are cut by rows are DTensors, so any number of ranks can load them.
-
-    Attributes:
-        stepped: Optimizers that have taken a step on some rank. Their leaves without a state are saved without one.
-        left_out: Names of leaves that have no state in the checkpoint, so that none is loaded.
-        saved: Keys of the checkpoint to load, if another second hop may have saved it, so that entries can be missing;
-            None if it has all of them.
-    """
-
-    def __init__(self, model: OwnerDataParallel) -> None:
-        self._model = model
-        self.stepped: Collection[torch.optim.Optimizer] = ()
-        self.left_out: Collection[str] = ()
-        self.saved: Collection[str] | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the leaves of all owners."""
-        sharded = self._model._sharded  # pyright: ignore[reportPrivateUsage]
-        return [without_wrappers(name) for each in sharded for name in each.parameters]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's leaves, by name; of an optimizer without a state, one to load into."""
-        model = self._model
-        model.require_consistent()
-        saved: dict[str, Any] = {}
-        for each in model._sharded:  # pyright: ignore[reportPrivateUsage]
-            weights_of = {**each.own, **each.written()}
-            with nullcontext() if each.optimizer in self.stepped else each.filled():
-                state_of = {name: dict(each.optimizer.state.get(p, {})) for name, p in each.own.items()}
-            for name, p in each.own.items():
-                saved_as = without_wrappers(name)
-                of_leaf = {} if saved_as in self.left_out else state_of[name]
-                entries = {f"{STATE}{saved_as}.{key}": value for key, value in of_leaf.items()}
-                if each.has_own_memory:
-                    entries[f"{WEIGHTS}{saved_as}"] = weights_of[name].detach()
-                saved |= {key: self._global(each, name, p, value) for key, value in entries.items()}
-        for i, each in enumerate(model._sharded):  # pyright: ignore[reportPrivateUsage]
-            saved |= {f"{CODECS}{i}.{key}": value for key, value in of_state(each.engine.state).items()}
-        if (there := self.saved) is not None:
-            anew = (CODECS,) if any(key.startswith(WEIGHTS) for key in there) else (CODECS, WEIGHTS)
-            saved = {key: value for key, value in saved.items() if key in there or not key.startswith(anew)}
-        saved["param_groups"] = model._groups()  # pyright: ignore[reportPrivateUsage]
-        return saved
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the state of the leaves that this rank owns."""
-        model = self._model
-        state: dict[str, dict[str, Any]] = {}
-        weights: dict[str, Tensor] = {}
-        codecs: list[dict[str, Any]] = []
-        for i, each in enumerate(model._sharded):  # pyright: ignore[reportPrivateUsage]
-            mine = of_state(each.engine.state)
-            codecs.append({key: state_dict.get(f"{CODECS}{i}.{key}", value) for key, value in mine.items()})
-            for name in map(without_wrappers, each.own):
-                begin = f"{STATE}{name}."
-                entries = {key.removeprefix(begin): key for key in state_dict if key.startswith(begin)}
-                if entries:
-                    state[name] = {key: _local(state_dict[entry]) for key, entry in entries.items()}
-                if f"{WEIGHTS}{name}" in state_dict:
-                    weights[name] = _local(state_dict[f"{WEIGHTS}{name}"]).clone()  # loaded in place, into the owner's
-        groups = state_dict["param_groups"]
-        model.load_optimizer_state_dict({"state": state, "param_groups": groups, "weights": weights, "codecs": codecs})
-
-    def _global(self, each: OwnedOptimizer, name: str, p: Tensor, value: Any) -> Any:
-        if each.owners.owner(name) is not None or not isinstance(value, Tensor) or value.shape != p.shape:
-            return value.detach() if isinstance(value, Tensor) else value
-        group = live_group(self._model._group)  # pyright: ignore[reportPrivateUsage]
-        mesh = DeviceMesh.from_group(group, value.device.type)
-        shape = each.owners.shape(name)
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def own(

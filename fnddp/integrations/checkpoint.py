@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 
 from fnddp.adapters.checkpoint import BEGIN_ANEW, Checkpoint, HasCheckpoint
 from fnddp.adapters.handle import HasPipeline
-from fnddp.adapters.owners import STATE, OptimizerCheckpoint, OwnerDataParallel
+from fnddp.adapters.owned_optimizer import STATE, OptimizerCheckpoint
+from fnddp.adapters.owners import OwnerDataParallel
 from fnddp.core.group import group_name
 from fnddp.core.sync import Sync
 from fnddp.reducers.all_reduce import unreduced

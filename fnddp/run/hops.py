@@ -1,11 +1,8 @@
 """The two hops of sharded optimizers: the owner of each parameter, and the pipelines to owners and back."""
 
-import functools
 import math
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from types import MethodType
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fnddp import torch_private
 from fnddp.core.codec import Codec
 from fnddp.core.parse import pipeline_of
-from fnddp.core.state import describe, on_cpu
+from fnddp.core.state import describe
 from fnddp.core.sync import Sync, all_in
 from fnddp.plan.lower import lower
 from fnddp.plan.plan import Plan
@@ -44,54 +41,6 @@ CUT = 2**14
 def several(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """Return a list of optimizers, given one or several. Any object with a `step` counts as an optimizer."""
     return list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-
-
-def wrap_step(optimizer: torch.optim.Optimizer, stepped: Callable[..., Any]) -> None:
-    """Make `optimizer.step` call `stepped(step, args, kwargs)`, where `step` is the original method."""
-    step = optimizer.step
-
-    @functools.wraps(step)
-    def wrapped(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return stepped(step, args, kwargs)
-
-    optimizer.step = MethodType(wrapped, optimizer)  # a bound method, because schedulers wrap it in turn
-
-
-def refuse_closure(who: str, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise a TypeError if an optimizer's step was called with a closure. None is allowed: Accelerate passes it."""
-    if any(each is not None for each in (*args, kwargs.get("closure"))):
-        raise TypeError(
-            f"{who}: {type(optimizer).__name__}.step got a closure, which may evaluate the model between updates that "
-            "other ranks do not have yet; call backward(), then step()"
-        )
-
-
-@contextmanager
-def groups_of(optimizer: torch.optim.Optimizer, own: Mapping[Any, Tensor]) -> Generator[None]:
-    """Replace each parameter p in the groups of an optimizer by `own[p]` in the block; leave out p not in `own`.
-
-    Empty groups are left out, so that an optimizer can stack the gradients of a group.
-    """
-    groups = [*optimizer.param_groups]
-    held = [group["params"] for group in groups]
-    for group in groups:
-        group["params"] = [own[p] for p in group["params"] if p in own]
-    optimizer.param_groups[:] = [group for group in groups if group["params"]]
-    try:
-        yield
-    finally:
-        optimizer.param_groups[:] = groups
-        for group, params in zip(groups, held, strict=True):
-            group["params"] = params
-
-
-def named_groups(optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer as torch saves them, on the CPU, with parameter names from `name_of`."""
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        names = [name_of[id(p)] for p in group["params"] if id(p) in name_of]
-        groups.append({**on_cpu({key: value for key, value in group.items() if key != "params"}), "params": names})
-    return groups
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
@@ -164,27 +113,6 @@ def options_of(which: str, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return {which: str(options), f"rates of {which}": str([float(each["lr"]) for each in groups if "lr" in each])}
 
 
-def require_same_parameters(who: str, optimizer: torch.optim.Optimizer, known: Iterable[Tensor]) -> None:
-    """Raise a RuntimeError if an optimizer with owners has a parameter that is not in `known`."""
-    ids = {*map(id, known)}
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        if p.requires_grad and id(p) not in ids:
-            raise RuntimeError(
-                f"{who}: a parameter of shape {tuple(p.shape)} was added to {type(optimizer).__name__} after {who} "
-                "was called, so it has no owner; add it before"
-            )
-
-
-def require_same_groups(saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ValueError unless the saved groups name the same parameters as the groups of this optimizer."""
-    if [set(group["params"]) for group in saved] != [set(group["params"]) for group in mine]:
-        raise ValueError(
-            f"load_optimizer_state_dict: the saved groups have {[len(g['params']) for g in saved]} parameters and "
-            f"those here {[len(g['params']) for g in mine]}, or their names differ; load it with the same optimizers, "
-            "in the same order"
-        )
-
-
 def _require_plain(who: str, model: nn.Module) -> None:
     for name, part in model.named_modules():
         if isinstance(part, TorchDDP):
@@ -246,6 +174,12 @@ def owned_in(groups: Iterable[Mapping[str, Any]]) -> Rows | None:
     return next((group[OWNED] for group in groups if OWNED in group), None)
 
 
+def mark_owner(optimizer: torch.optim.Optimizer, who: str) -> None:
+    """Let `owner_of` return `who`, the function that divides the state of `optimizer` among owners."""
+    _owning[optimizer] = who
+    unmark(optimizer)
+
+
 def unmark(optimizer: torch.optim.Optimizer) -> None:
     """Remove the entry that `owned_in` returns."""
     for group in optimizer.param_groups:
@@ -256,7 +190,7 @@ def require_own_state(
     who: str, optimizer: torch.optim.Optimizer, theirs: Rows | None, owners: Owners, rank: int
 ) -> None:
     """Raise a ValueError if another rank saved its part of the state: `theirs` are neither this rank's nor all rows."""
-    mine = _rows_of(owners, rank)
+    mine = owned_rows(owners, rank)
     whole = {name: [0, shape[0] if shape else 1] for name, shape in owners.shapes if shape.numel()}
     if theirs is not None and theirs not in (mine, whole):
         raise ValueError(
@@ -266,7 +200,8 @@ def require_own_state(
         )
 
 
-def _rows_of(owners: Owners, rank: int) -> dict[str, list[int]]:
+def owned_rows(owners: Owners, rank: int) -> dict[str, list[int]]:
+    """Return the rows that `rank` owns, for the entry `OWNED`."""
     rows = {name: [*owners.rows(name, rank)] for name, shape in owners.shapes if shape.numel()}
     return {name: [begin, end] for name, (begin, end) in rows.items() if begin < end}
 
@@ -286,54 +221,6 @@ def require_shapes(
                 f"{type(value).__name__}, but the leaf has the shape {list(shapes[0])}: the state is of another "
                 "model, or is only one rank's part; load a whole state with load_optimizer_state_dict"
             )
-
-
-def mark_states(
-    who: str, optimizer: torch.optim.Optimizer, owners: Owners, rank: int, leaves: Mapping[str, Tensor]
-) -> None:
-    """Make `optimizer.state_dict` record the rows this rank owns, and `load_state_dict` refuse those of other ranks.
-
-    torch stores states by parameter index, and indices are equal on all ranks, so nothing else would reveal a mix-up.
-    The saved state has tensors without elements for leaves of other ranks: an optimizer without owners that loads them
-    then fails in its first step. It would otherwise continue to train with a part of the state missing.
-
-    Args:
-        leaves: The parameters of the optimizer, by name: this rank's own, and the substitutes for leaves of others.
-    """
-    mine = _rows_of(owners, rank)
-    name_of = {id(p): name for name, p in leaves.items()}
-    _owning[optimizer] = who
-    unmark(optimizer)
-
-    def names_in(groups: Iterable[Mapping[str, Any]]) -> list[str | None]:
-        return [name_of.get(id(p)) for group in groups for p in group["params"]]
-
-    def mark(of: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        like = next(iter(saved["state"].values()), {})
-        empty = {key: v.new_empty(0) if isinstance(v, Tensor) and v.ndim else v for key, v in like.items()}
-        for i, name in enumerate(names_in(of.param_groups)):
-            if empty and name is not None and name not in mine:
-                saved["state"][i] = empty
-        for group in saved["param_groups"]:
-            group[OWNED] = mine
-
-    def check(of: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        theirs = owned_in([*saved["param_groups"], saved])  # older files have it next to the groups
-        require_own_state(who, of, theirs, owners, rank)
-        indices = [i for group in saved["param_groups"] for i in group["params"]]
-        for i, name in zip(indices, names_in(of.param_groups), strict=False):  # torch checks that the lengths agree
-            if name in mine:
-                require_shapes(who, of, name, [owners.shape(name), leaves[name].shape], saved["state"].get(i, {}))
-
-    def forget_others(of: torch.optim.Optimizer) -> None:
-        unmark(of)
-        for name, p in leaves.items():
-            if name not in mine:
-                of.state.pop(p, None)
-
-    optimizer.register_state_dict_post_hook(mark)
-    optimizer.register_load_state_dict_pre_hook(check)
-    optimizer.register_load_state_dict_post_hook(forget_others)
 
 
 def _some(owned: Rows) -> str:

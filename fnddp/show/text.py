@@ -5,12 +5,18 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
 
+from fnddp.core.codec import Codec
 from fnddp.core.sync import all_in
+from fnddp.core.table import Cut, Table
 from fnddp.core.tree import ordered
 from fnddp.ir import program
 from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Collective, Name, Operation, Segment
+from fnddp.reducers.carriers import two_shot_mean
 from fnddp.reducers.halves import to_all, to_owners
+from fnddp.transforms.cast import cast
+from fnddp.transforms.memory import error_feedback
+from fnddp.transforms.weighted import weighted
 from fnddp.wire.kinds import ALL_REDUCE
 
 PREFIX = "fnddp "  # of all names in a profiler's trace
@@ -142,13 +148,23 @@ def header(plan: PlanData) -> list[str]:
 
 
 def owners_of_rows(plan: PlanData) -> list[str]:
-    """Return a table of each bucket of leaves with owners: the elements in each rank's row."""
+    """Return a table of each bucket of leaves with owners: the elements in each rank's row.
+
+    For chunks of leaves (`two_shot`) there are tables only if they are short, because all chunks of a leaf are alike.
+    """
     found = [each.owners for each in all_in(plan.sync) if isinstance(each, to_owners | to_all) and each.owners]
+    inner, n = plan.sync, max((collective.world_size for collective in plan.collectives), default=1)
+    while isinstance(inner, Codec | cast | error_feedback | weighted):  # which keep the leaves of a gradient apart
+        inner = inner.inner
+    is_short = isinstance(inner, two_shot_mean) and n > 1 and n * len(plan.leaves) <= MOST_PARTS
     lines: list[str] = []
-    for bucket in dict.fromkeys(plan.buckets.values()) if found else ():
-        leaves = {path: leaf.dtype for path, leaf in ordered(plan.leaves).items() if plan.buckets[path] == bucket}
-        of_rows = {path: each.is_complex for path, each in leaves.items() if each.is_floating_point or each.is_complex}
-        title, *rows = str(found[0].table(of_rows)).splitlines()
+    for bucket in dict.fromkeys(plan.buckets.values()) if found or is_short else ():
+        leaves = {path: leaf for path, leaf in ordered(plan.leaves).items() if plan.buckets[path] == bucket}
+        floats = {path: each for path, each in leaves.items() if each.dtype.is_floating_point or each.dtype.is_complex}
+        sizes = {path: each.shape.numel() * (2 if each.dtype.is_complex else 1) for path, each in floats.items()}
+        chunks = Table(n, {path: Cut(size, -(-size // n)) for path, size in sizes.items()})
+        table = found[0].table({path: each.dtype.is_complex for path, each in floats.items()}) if found else chunks
+        title, *rows = str(table).splitlines()
         more = [f"... {len(rows) - MOST_PARTS} more"] if len(rows) > MOST_PARTS else []
         listed = (title, *rows[:MOST_PARTS], *more)
         lines += ["", f"rows of owners in bucket {bucket}, in elements", *(f"  {each}" for each in listed)]

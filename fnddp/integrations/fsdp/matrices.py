@@ -1,9 +1,8 @@
 """Muon on FSDP2's shards: owners have whole matrices during a step; after it, matrices are shards again."""
 
-import functools
 import math
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import chain, zip_longest
 from typing import Any
 from zlib import crc32
@@ -13,36 +12,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
+from fnddp.adapters.owned_optimizer import OwnedOptimizer, OwnedStates
 from fnddp.core import collectives, layout
 from fnddp.core.agreement import agree_over
 from fnddp.core.codec import Encoded, Key, Layer, Layers, Payload, encode
 from fnddp.core.group import group_name
-from fnddp.core.state import describe, on_cpu
+from fnddp.core.state import describe
 from fnddp.core.sync import Sync
 from fnddp.core.table import Cut, Hop, Table
 from fnddp.core.tree import Leaves, changed, without_wrappers
 from fnddp.integrations.fsdp.unit import layers_of
 from fnddp.reducers.halves import Owners, to_all
 from fnddp.run.hops import (
-    groups_of,
-    mark_states,
-    named_groups,
     options_of,
-    refuse_closure,
     require_ownable,
-    require_same_groups,
-    require_same_parameters,
-    require_shapes,
     second_hop,
-    wrap_step,
 )
 from fnddp.run.vote import StepFailedError
-from fnddp.torch_private import between_step_hooks, untraced
 from fnddp.transforms.memory import ef21
 from fnddp.wire import control
 
 
-class Matrices:
+class Matrices(OwnedOptimizer, OwnedStates):
     """The whole matrices that this rank owns, and the steps of their optimizer: see `own_matrices`.
 
     Attributes:
@@ -50,40 +41,38 @@ class Matrices:
         optimizer: The optimizer; only the owner of a matrix has its state.
     """
 
+    who = "own_matrices"
+
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, DTensor],
+        parameters: Mapping[str, Any],
         group: str | None,
         groups: Sequence[str | None],
         gradients: Sync,
         weights: Sync,
         bucket_cap: float,
     ) -> None:
-        self._model, self._groups = model, groups
-        self.optimizer, self._parameters, self._group = optimizer, dict(parameters), group
-        self._rank, n = collectives.rank(group), collectives.world_size(group)
-        costs = {name: float(p.numel() * min(p.shape)) for name, p in parameters.items()}
-        self.owners = Owners.in_order(parameters, n, costs)
-        shapes = tuple((name, p.shape) for name, p in parameters.items())
-        self._shards = Owners(n, shapes, ())  # rows of each matrix, as FSDP cuts it
+        n, costs = collectives.world_size(group), {x: float(p.numel() * min(p.shape)) for x, p in parameters.items()}
+        owners = Owners.in_order(parameters, n, costs)
+        super().__init__(model, optimizer, parameters, owners, group)
+        self._groups = groups
+        self._shards = Owners(n, owners.shapes, ())  # rows of each matrix, as FSDP cuts it
         sizes = {name: self._shards.sent_shape(name).numel() for name in parameters}
-        self._table = Table(n, {name: Cut(sizes[name], sizes[name], self.owners.owner(name)) for name in parameters})
+        self._table = Table(n, {name: Cut(sizes[name], sizes[name], owners.owner(name)) for name in parameters})
         self._gradients, self._weights = layers_of(gradients), layers_of(weights)
-        self._sends_differences = isinstance(weights, ef21)
-        self._own: dict[str, nn.Parameter] = {}
+        self._sends_differences, self.keeps_weights = isinstance(weights, ef21), bool(self._weights)
         self._seen: Leaves = {}  # their values in the shards, for differences
         self._rounds = self._rounds_of(bucket_cap)
-        self._steps, self._failure = 0, None
+        self._steps = 0  # by which codecs draw random numbers
         self._noted: Leaves = {}  # shards after the last step: loading into them leaves no other trace
         self._begun = False  # until then any optimizer state is of shards
-        self._gather(self._parameters)
+        self._gather(self.parameters)
         self._kept: BaseException | None = None  # an error of a codec of this rank, until its messages are sent
-        self._course: Generator[list[str]] = self._exchanges()
-        self._tell: Callable[[BaseException], None] | None = None  # reports a failure to ranks that wait for this one
-        mark_states("own_matrices", optimizer, self.owners, self._rank, self._parameters)
-        wrap_step(optimizer, self._step)
+        self._course: Generator[list[str]] | None = None  # of a step, once ranks have agreed to begin
+        self.owned, self.leaves = [self], self.parameters
+        self.take_over()
 
     def _rounds_of(self, cap: float) -> list[list[str]]:
         """Return the matrices of each message of at most `cap` bytes; each owner's costliest matrices come first."""
@@ -99,14 +88,16 @@ class Matrices:
         return [[*chain.from_iterable(row)] for row in zip_longest(*of_owner, fillvalue=[])]
 
     def _row_bytes(self, name: str) -> int:
-        return self._table.cuts[name].width * self._parameters[name].element_size()
+        return self._table.cuts[name].width * self.parameters[name].element_size()
 
-    def _whole(self, name: str, shard: DTensor) -> Tensor:
-        """Return a whole matrix, or a whole tensor of its optimizer state. All ranks must call it.
+    def whole(self, name: str, value: Any) -> Any:
+        """Return a whole matrix, or a whole value of its optimizer state. All ranks must call it.
 
         It does not use `full_tensor`: torch's functional all_gather may crash a rank on gloo, see `fnddp.wire.c10d`.
         """
-        mean, _ = to_all(group=self._group, owners=self._shards)({name: shard.to_local().detach()}, ())
+        if not isinstance(value, DTensor):
+            return value
+        mean, _ = to_all(group=self.group, owners=self._shards)({name: value.to_local().detach()}, ())
         return mean[name]
 
     def _gather(self, names: Iterable[str]) -> None:
@@ -115,16 +106,16 @@ class Matrices:
         Owners keep the other matrices: these are more exact than their shards if codecs round the messages.
         """
         for name in names:
-            p = self._parameters[name]
-            whole = self._whole(name, p)
+            p = self.parameters[name]
+            whole = self.whole(name, p)
             of_shards = {} if self._begun else self.optimizer.state.pop(p, {})
-            state = {key: self._whole(name, v) if isinstance(v, DTensor) else v for key, v in of_shards.items()}
-            if self.owners.owner(name) != self._rank:
+            state = {key: self.whole(name, value) for key, value in of_shards.items()}
+            if self.owners.owner(name) != self.rank:
                 continue
-            if name in self._own:
-                self._own[name].detach().copy_(whole)
+            if name in self.own:
+                self.own[name].detach().copy_(whole)
             else:
-                self._own[name] = nn.Parameter(whole.clone())
+                self.own[name] = nn.Parameter(whole.clone())
                 if state:
                     self.optimizer.state[p] = state
             if self._sends_differences:
@@ -137,63 +128,57 @@ class Matrices:
 
     @torch.no_grad()
     def _held(self) -> Leaves:
-        return {name: p.to_local() for name, p in self._parameters.items()}
+        return {name: p.to_local() for name, p in self.parameters.items()}
 
     # A step
 
-    @untraced
-    def _step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._failure is not None:
-            raise RuntimeError("own_matrices: an earlier step failed; restart from a checkpoint") from self._failure
-        self._tell = self._refuse
-        try:
-            return between_step_hooks(self.optimizer, functools.partial(self._run, step), args, kwargs)
-        except BaseException as error:
-            if self._tell is not None:
-                self._tell(error)
-            raise
-
-    def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        refuse_closure("own_matrices", self.optimizer, args, kwargs)
-        replaced = [name for name, p in self._parameters.items() if self._model.get_parameter(name) is not p]
+    def update(self, step: Callable[[], Any]) -> Any:
+        replaced = [name for name, p in self.parameters.items() if self._model.get_parameter(name) is not p]
         if replaced:
             raise RuntimeError(
                 f"own_matrices: {replaced[0]!r} is another parameter of the model now, which the optimizer does not "
                 "have; load_state_dict without assign=True, or make the optimizer and call own_matrices after it"
             )
-        require_same_parameters("own_matrices", self.optimizer, self._parameters.values())
-        self._gather(self._written())
-        self._tell, self._course, done = self._fail, self._exchanges(), None
+        self.follow()
+        self.is_over, self._course, done = False, self._exchanges(), None
         for names in self._course:
             self._raise_kept()
-            with self._in_place_of_shards(names):
-                done = step(**kwargs)
+            with self.alone(names):
+                done = step()
+            for own in self.own.values():
+                own.grad = None
         self._raise_kept()
-        self._tell = None
+        self.is_over = True
         self._end(failed=False)
         self._note()
-        self._steps += 1
+        self._steps, self._course = self._steps + 1, None
         return done
 
-    def _refuse(self, _: BaseException) -> None:
-        with suppress(Exception):  # there is one already
-            self._agree("", failed=True)
-
-    def _fail(self, error: BaseException) -> None:
-        with suppress(Exception):  # there is one already
+    def fail(self, error: BaseException) -> None:
+        if self._course is None:  # nothing has changed
+            with suppress(Exception):  # there is one already
+                self._agree("", failed=True)
+            return
+        with suppress(Exception):
             try:
                 for _ in self._course:
                     pass
             finally:
                 self._end(failed=True)
-        self._failure = error
+        self.failure = error
+
+    def weights(self) -> Leaves:
+        return {**self.own, **{name: self.whole(name, self.parameters[name]) for name in self._written()}}
+
+    def follow(self, *, everything: bool = False) -> None:
+        self._gather(self.parameters if everything else self._written())
 
     def _end(self, *, failed: bool) -> None:
         """Keep the new shards if the step has succeeded on all ranks; else restore the old ones."""
         try:
             self._agree("failed, and owners have updated theirs: restart from a checkpoint", failed=failed)
         except BaseException as error:
-            self._failure = error
+            self.failure = error
             with torch.no_grad():
                 for name, shard in self._held().items():
                     shard.copy_(self._noted[name])
@@ -202,7 +187,7 @@ class Matrices:
     def _written(self) -> list[str]:
         """Return the matrices with shards that changed since the last step on some rank. All ranks must call it."""
         written = changed(self._held(), self._noted)
-        self._tell = None
+        self.is_over = True  # this message reports the errors of all ranks
         return self._agree("refused to begin, and nothing has changed", written)
 
     def _raise_kept(self) -> None:
@@ -211,8 +196,8 @@ class Matrices:
 
     def _agree(self, what: str, changed: Collection[str] = (), *, failed: bool = False) -> list[str]:
         """Return the matrices that have changed on some rank; raise on all ranks if one has `failed`."""
-        with_gradient = [name for name, p in self._parameters.items() if p.grad is not None]
-        digest = crc32(repr(([*self._parameters], with_gradient)).encode())  # another optimizer has other matrices
+        with_gradient = [name for name, p in self.parameters.items() if p.grad is not None]
+        digest = crc32(repr(([*self.parameters], with_gradient)).encode())  # another optimizer has other matrices
         has_failed, last, first, has_changes = self._highest([int(failed), digest, -digest, len(changed)])
         if has_failed:
             raise StepFailedError(f"{type(self.optimizer).__name__}.step on another rank {what}; see its own error")
@@ -224,8 +209,8 @@ class Matrices:
             )
         if not has_changes:
             return []
-        flags = self._highest([int(name in changed) for name in self._parameters])
-        return [name for name, is_changed in zip(self._parameters, flags, strict=True) if is_changed]
+        flags = self._highest([int(name in changed) for name in self.parameters])
+        return [name for name, is_changed in zip(self.parameters, flags, strict=True) if is_changed]
 
     def _highest(self, values: list[int]) -> list[int]:
         for group in self._groups:  # of HSDP's replicas, too
@@ -250,44 +235,27 @@ class Matrices:
         if returning is not None:
             returning()
 
-    @contextmanager
-    def _in_place_of_shards(self, names: list[str]) -> Generator[None]:
-        """Give the optimizer this rank's whole matrices among `names`, and their state, during the block."""
-        state = self.optimizer.state
-        own_of = {self._parameters[name]: self._own[name] for name in names if name in self._own}
-        for p, own in own_of.items():
-            if p in state:
-                state[own] = state.pop(p)
-        try:
-            with groups_of(self.optimizer, own_of):
-                yield
-        finally:
-            for p, own in own_of.items():
-                own.grad = None
-                if own in state:  # by the parameter of the model, as in its groups
-                    state[p] = state.pop(own)
-
     @torch.no_grad()
     def _receive(self, names: list[str]) -> Callable[[], None]:
         """Start to send gradient shards to the owners; return a function that waits for the matrices of this rank."""
         rows: Leaves = {}
         for name in names:
-            grad = self._parameters[name].grad
+            grad = self.parameters[name].grad
             if grad is None:
                 continue  # no rank has used this matrix
             assert isinstance(grad, DTensor)
             shard = grad.to_local()
             missing = self._shards.sent_shape(name)[0] - shard.shape[0]
             rows[name] = pad(shard, (0, 0, 0, missing)).reshape(1, -1)
-        hop = Hop.of(self._table, self._layers(self._gradients), rows, self._rank, encoded=self._encoded)
-        wait = collectives.start_all_to_all(hop.to_each(), self._group)
+        hop = Hop.of(self._table, self._layers(self._gradients), rows, self.rank, encoded=self._encoded)
+        wait = collectives.start_all_to_all(hop.to_each(), self.group)
 
         @torch.no_grad()
         def received() -> None:
             moved = wait()
-            for name in [each for each in hop.encoded if each in self._own]:
+            for name in [each for each in hop.encoded if each in self.own]:
                 whole = hop.encoded[name].decode(hop.payload(moved, name))  # [n, rows of a shard]
-                own, shape = self._own[name], self.owners.shape(name)
+                own, shape = self.own[name], self.owners.shape(name)
                 own.grad = whole.reshape(-1, *shape[1:])[: shape[0]].to(own.dtype).contiguous()
 
         return received
@@ -295,28 +263,28 @@ class Matrices:
     @torch.no_grad()
     def _send(self, names: list[str]) -> Callable[[], None]:
         """Start to send rows of matrices from their owners; return a function that writes them to the shards."""
-        layers, device = self._layers(self._weights), next(iter(self._parameters.values())).device
+        layers, device = self._layers(self._weights), next(iter(self.parameters.values())).device
         likes: Leaves = {}
         for name in names:
-            width, p = self._table.cuts[name].width, self._parameters[name]
+            width, p = self._table.cuts[name].width, self.parameters[name]
             likes[name] = torch.empty(1, width, dtype=p.dtype, device="meta")
         hop = Hop.of(self._table, layers, likes, 0)
         mine: dict[str, Payload] = {}
-        for name in [each for each in hop.encoded if each in self._own]:
-            own = self._own[name].detach()
+        for name in [each for each in hop.encoded if each in self.own]:
+            own = self.own[name].detach()
             value = own - self._seen[name] if self._sends_differences else own
             rows = layout.in_rows(value, self.owners.n).flatten(1)
-            encoded = self._encoded(layers, rows, Key(f"{name} again", self._rank))
+            encoded = self._encoded(layers, rows, Key(f"{name} again", self.rank))
             mine[name] = encoded.payload
             if self._sends_differences:
                 self._seen[name] += encoded.decode(encoded.payload).reshape(-1, value.shape[1])[: value.shape[0]]
-        wait = collectives.start_all_to_all(hop.of_each(self._rank, mine, device), self._group)
+        wait = collectives.start_all_to_all(hop.of_each(self.rank, mine, device), self.group)
 
         @torch.no_grad()
         def returned() -> None:
             moved = wait()
             for name, each in hop.encoded.items():
-                local = self._parameters[name].to_local()
+                local = self.parameters[name].to_local()
                 rows = each.decode(hop.payload(moved, name, of_owner=True)).reshape(-1, *local.shape[1:])
                 row = rows[: local.shape[0]]
                 local.add_(row) if self._sends_differences else local.copy_(row)
@@ -347,60 +315,14 @@ class Matrices:
             total += n * max(rows)
         return total
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the whole state of the optimizer by parameter name, on the CPU. All ranks must call it.
+    @property
+    def codecs(self) -> dict[str, Any]:
+        draws = any(getattr(each.codec, "draws", False) for each in (*self._gradients, *self._weights))
+        return {"replicated/step": self._steps} if draws else {}  # as `own` names it
 
-        If codecs round the weights in the shards, "weights" has the owners' exact matrices.
-        """
-        if self._failure is not None:
-            raise RuntimeError(
-                "own_matrices: an earlier step failed, in which some owners have updated the optimizer's state: it is "
-                "of two steps and no checkpoint; restart from one of before"
-            ) from self._failure
-        require_same_parameters("own_matrices", self.optimizer, self._parameters.values())
-        weights = self._own | {name: self._whole(name, self._parameters[name]) for name in self._written()}
-        mine: dict[str, Any] = {}
-        for name in self._own:
-            state = self.optimizer.state.get(self._parameters[name], {})
-            mine[name] = {"state": on_cpu(state), "weights": on_cpu({"": weights[name]})[""] if self._weights else None}
-        everyone = {name: of for held in control.all_gather_object(mine, self._group) for name, of in held.items()}
-        return {
-            "state": {name: everyone[name]["state"] for name in self._parameters if everyone[name]["state"]},
-            "weights": {name: everyone[name]["weights"] for name in self._parameters if self._weights},
-            "param_groups": self._named_groups(),
-            "steps": self._steps,
-        }
-
-    def _named_groups(self) -> list[dict[str, Any]]:
-        return named_groups(self.optimizer, {id(p): name for name, p in self._parameters.items()})
-
-    def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load the result of `optimizer_state_dict`, from any number of ranks. All ranks call it, after the model's.
-
-        It also takes the result of torch's `get_optimizer_state_dict` for the same optimizer without owners.
-
-        Raises:
-            ValueError: `saved` is of other optimizers or parameters.
-        """
-        require_same_groups(saved["param_groups"], self._named_groups())
-        states: dict[str, dict[str, Any]] = {}
-        for name in self._parameters:
-            of_leaf = dict(saved["state"].get(name, {}))
-            states[name] = {k: self._whole(name, v) if isinstance(v, DTensor) else v for k, v in of_leaf.items()}
-            shape = self.owners.shape(name)
-            require_shapes("load_optimizer_state_dict", self.optimizer, name, [shape], states[name])
-        self._gather(self._parameters)
-        self._steps = saved.get("steps", 0)  # by which codecs draw random numbers
-        for group, of in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
-            group |= {key: value for key, value in of.items() if key != "params"}
-        weights = saved.get("weights", {})
-        for name, own in self._own.items():
-            self.optimizer.state[self._parameters[name]] = {
-                key: value.to(own.device, copy=True) if isinstance(value, Tensor) else value
-                for key, value in states[name].items()
-            }
-            if weights.get(name) is not None:
-                own.detach().copy_(weights[name])
+    @codecs.setter
+    def codecs(self, state: Mapping[str, Any]) -> None:
+        self._steps = state.get("replicated/step", 0)
 
 
 def own_matrices(
