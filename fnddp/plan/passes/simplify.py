@@ -78,8 +78,10 @@ def fuse(draft: Draft) -> Draft:
     """Turn `x - p @ q` into `addmm` if nothing else reads the product and the bits stay the same.
 
     Bits stay the same if the product is summed before x is added. BLAS libraries differ here, so a sample is computed.
+    For products of stacks it is `baddbmm`.
     """
     graph = draft.graph
+    _fuse_stacks(graph)
     for node in list(tensor_nodes(graph)):
         if node.target is not aten.sub.Tensor or node.kwargs or not all(map(is_tensor, node.args)):
             continue
@@ -87,20 +89,57 @@ def fuse(draft: Draft) -> Draft:
         product = _through_views(node.args[1])
         if product.target is not aten.mm.default or len(product.users) > 1 or not _fits(value(x), value(product)):
             continue
-        p, q = product.args
-        layouts = tuple(value(factor).stride(-1) == 1 for factor in (p, q))
-        # A smaller shape with the same remainders, so that kernels treat it like the full one.
-        rows, columns = (size if size <= SAMPLE else SAMPLE + size % SAMPLE for size in value(product).shape)
-        device = torch.device("cpu") if value(x).is_meta else value(x).device
-        if not _keeps_bits((rows, columns, value(p).shape[1]), layouts, device):
+        if not _sample_keeps_bits(product):
             continue
         with graph.inserting_before(node):
             matrix = _view(graph, x, value(product).shape)
-            lost = graph.call_function(aten.addmm.default, (matrix, p, q), {"alpha": -1})
-            lost.meta["val"] = value(product)
+            lost = call(graph, aten.addmm.default, (matrix, *product.args), {"alpha": -1}, value(product))
             node.replace_all_uses_with(_view(graph, lost, value(node).shape))
     remove_dead(graph)
     return draft
+
+
+def _fuse_stacks(graph: fx.Graph) -> None:
+    """Subtract each product of stacks from a stack, if all its parts are subtracted from the parts of that stack."""
+    nodes = list(tensor_nodes(graph))
+    stacks = {tuple(map(_base, node.args[0])): node for node in nodes if node.target is aten.stack.default}
+    for product in nodes:
+        differences = _differences(product) if product.target is aten.bmm.default else []
+        x = stacks.get(tuple(_base(node.args[0]) for node in differences))
+        if x is None or _layout(x) != _layout(product) or not _sample_keeps_bits(product):
+            continue
+        with graph.inserting_before(product):
+            lost = call(graph, aten.baddbmm.default, (x, *product.args), {"alpha": -1}, value(product))
+        product.replace_all_uses_with(lost)
+        for node in differences:
+            node.replace_all_uses_with(node.args[1])
+
+
+def _differences(product: fx.Node) -> list[Any]:
+    """Return the operations `x - part` for the parts of `product`, in order; none if others read the parts."""
+    readers = list(product.users)
+    if [reader.target for reader in readers] != [aten.unbind.int]:
+        return []
+    found: dict[Any, fx.Node] = {}
+    for part in readers[0].users:
+        node = user = part
+        while len(node.users) == 1 and is_view(user := next(iter(node.users))) and value(user).is_contiguous():
+            node = user
+        is_difference = user.target is aten.sub.Tensor and not user.kwargs and user.args[1] is node
+        if len(node.users) != 1 or not is_difference or value(user).stride() != value(node).stride():
+            return []
+        found[part.args[1]] = user
+    return [found[i] for i in sorted(found)]
+
+
+def _base(node: Any) -> Any:
+    """Return the node whose elements `node` has in the same order."""
+    while is_tensor(node) and is_view(node) and value(node).is_contiguous():
+        (source,) = node.all_input_nodes
+        if not is_tensor(source) or not value(source).is_contiguous() or value(source).numel() != value(node).numel():
+            break
+        node = source
+    return node
 
 
 def _through_views(node: Any) -> fx.Node:
@@ -120,13 +159,21 @@ def _view(graph: fx.Graph, node: fx.Node, shape: torch.Size) -> fx.Node:
     return call(graph, aten.view.default, (node, list(shape)), {}, fake_like(value(node), shape))
 
 
+def _sample_keeps_bits(product: fx.Node) -> bool:
+    p, q = map(value, product.args)
+    # A smaller shape with the same remainders, so that kernels treat it like the full one.
+    sizes = (size if size <= SAMPLE else SAMPLE + size % SAMPLE for size in value(product).shape)
+    device = torch.device("cpu") if p.is_meta else p.device
+    return _keeps_bits((*sizes, p.shape[-1]), (p.stride(-1) == 1, q.stride(-1) == 1), device)
+
+
 @cache
-def _keeps_bits(shape: tuple[int, int, int], is_row_major: tuple[bool, ...], device: torch.device) -> bool:
-    rows, columns, rank = shape
+def _keeps_bits(shape: tuple[int, ...], is_row_major: tuple[bool, ...], device: torch.device) -> bool:
+    *count, rows, columns, rank = shape
     generator = torch.Generator(device).manual_seed(0)
 
     def random(n: int, m: int, row_major: bool = True) -> Tensor:
-        return torch.randn(n, m, generator=generator, device=device) if row_major else random(m, n).mT
+        return torch.randn(*count, n, m, generator=generator, device=device) if row_major else random(m, n).mT
 
     x, p, q = random(rows, columns), random(rows, rank, is_row_major[0]), random(rank, columns, is_row_major[1])
-    return torch.equal(x - p @ q, torch.addmm(x, p, q, alpha=-1))
+    return torch.equal(x - p @ q, (torch.baddbmm if count else torch.addmm)(x, p, q, alpha=-1))
