@@ -19,11 +19,9 @@ from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize
 
 ITERATIONS = 4  # of `refresh`: each multiplies wanted / unwanted by the square of their singular values' ratio
 
-Alike: TypeAlias = list[str]
-"""Paths of small matrices of one shape, which are multiplied as one tensor `[count, ...]`; or of a single matrix."""
-
-Stacks: TypeAlias = list[list[Alike]]
-"""Groups of leaves. The small factors of all leaves in a stack are computed together."""
+Stacks: TypeAlias = list[list[list[str]]]
+"""Paths of leaves in stacks of groups. The small factors of a stack are computed together. A group is one matrix, or
+several small ones of one shape, which are multiplied as one tensor `[count, ...]`."""
 
 
 class PowerSGDState(NamedTuple):
@@ -248,7 +246,7 @@ class powersgd(Sync):
     def _stacks(self, leaves: Leaves) -> Stacks:
         # Stack only leaves that share a default gradient bucket: factors of other buckets are not there at that time.
         buckets = assign_buckets({path: leaves[path].nbytes for path in reversed(leaves)}, BUCKET_CAPS)
-        stacks: dict[object, dict[object, Alike]] = {}
+        stacks: dict[object, dict[object, list[str]]] = {}
         for path, leaf in leaves.items():
             if self._is_low_rank(leaf):
                 same = buckets[path], self._rank_of(leaf), leaf.dtype, leaf.device
@@ -339,10 +337,7 @@ def _columns_of(stacks: Stacks, rows: Sequence[Tensor], sizes: Mapping[str, int]
 
 
 def _unit_columns(stacks: Stacks, rows: Leaves, fallback: Sequence[Tensor]) -> list[Tensor]:
-    """Return factors with unit columns, from transposed ones `[rank, size]`; a zero column is taken from `fallback`.
-
-    They are in groups as those of `_columns_of`.
-    """
+    """Return, by group, unit columns from transposed factors `[rank, size]`; a zero column is taken from `fallback`."""
     sizes = {path: rows[path].shape[1] for path in chain(*chain(*stacks))}
     scaled: list[Tensor] = []
     for groups, others in zip(stacks, fallback, strict=True):

@@ -1,5 +1,6 @@
 """Passes 2 to 4: drop unused nodes, remove nodes without effect, fuse residuals into one pass over memory."""
 
+import operator
 from functools import cache
 from typing import Any
 
@@ -100,46 +101,41 @@ def fuse(draft: Draft) -> Draft:
 
 
 def _fuse_stacks(graph: fx.Graph) -> None:
-    """Subtract each product of stacks from a stack, if all its parts are subtracted from the parts of that stack."""
-    nodes = list(tensor_nodes(graph))
-    stacks = {tuple(map(_base, node.args[0])): node for node in nodes if node.target is aten.stack.default}
-    for product in nodes:
-        differences = _differences(product) if product.target is aten.bmm.default else []
-        x = stacks.get(tuple(_base(node.args[0]) for node in differences))
-        if x is None or _layout(x) != _layout(product) or not _sample_keeps_bits(product):
+    """Subtract the product of stacks from a stack if each of its parts is subtracted from that part of the stack."""
+    for x in [node for node in tensor_nodes(graph) if node.target is aten.stack.default]:
+        sources: Any = x.args[0]
+        differences = [_difference(_through_views(source)) for source in sources]
+        parts = [None if node is None else _part(node.args[1]) for node in differences]
+        unbound: Any = parts[0][0] if parts[0] else x
+        if unbound.target is not aten.unbind.int or parts != [(unbound, i) for i in range(len(unbound.users))]:
             continue
-        with graph.inserting_before(product):
-            lost = call(graph, aten.baddbmm.default, (x, *product.args), {"alpha": -1}, value(product))
-        product.replace_all_uses_with(lost)
-        for node in differences:
-            node.replace_all_uses_with(node.args[1])
+        product: Any = unbound.args[0]
+        if product.target is not aten.bmm.default or len(product.users) > 1 or _layout(product) != _layout(x):
+            continue
+        if value(x).dtype == torch.float32 and _sample_keeps_bits(product):
+            with graph.inserting_before(product):
+                lost = call(graph, aten.baddbmm.default, (x, *product.args), {"alpha": -1}, value(product))
+            product.replace_all_uses_with(lost)
+            for node in differences:
+                node.replace_all_uses_with(node.args[1])
 
 
-def _differences(product: fx.Node) -> list[Any]:
-    """Return the operations `x - part` for the parts of `product`, in order; none if others read the parts."""
-    readers = list(product.users)
-    if [reader.target for reader in readers] != [aten.unbind.int]:
-        return []
-    found: dict[Any, fx.Node] = {}
-    for part in readers[0].users:
-        node = user = part
-        while len(node.users) == 1 and is_view(user := next(iter(node.users))) and value(user).is_contiguous():
-            node = user
-        is_difference = user.target is aten.sub.Tensor and not user.kwargs and user.args[1] is node
-        if len(node.users) != 1 or not is_difference or value(user).stride() != value(node).stride():
-            return []
-        found[part.args[1]] = user
-    return [found[i] for i in sorted(found)]
+def _difference(x: fx.Node) -> Any:
+    """Return the only subtraction of a tensor of the same shape from `x`; None if there is none."""
+    readers = [user for user in x.users if user.target is aten.sub.Tensor and not user.kwargs and user.args[0] is x]
+    if len(readers) != 1 or not is_tensor(readers[0].args[1]):
+        return None
+    made, y = value(readers[0]), value(readers[0].args[1])
+    return readers[0] if (made.shape, made.stride()) == (y.shape, y.stride()) and y.is_contiguous() else None
 
 
-def _base(node: Any) -> Any:
-    """Return the node whose elements `node` has in the same order."""
-    while is_tensor(node) and is_view(node) and value(node).is_contiguous():
-        (source,) = node.all_input_nodes
-        if not is_tensor(source) or not value(source).is_contiguous() or value(source).numel() != value(node).numel():
-            break
-        node = source
-    return node
+def _part(node: Any) -> tuple[Any, Any] | None:
+    """Return the list and the index of which `node` is a view, if nothing else reads that item."""
+    while len(node.users) == 1 and is_view(node) and value(node).is_contiguous():
+        if node.target is operator.getitem:
+            return node.args
+        (node,) = node.all_input_nodes
+    return None
 
 
 def _through_views(node: Any) -> fx.Node:
