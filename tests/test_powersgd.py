@@ -1,5 +1,6 @@
 """PowerSGD against numpy from the papers, torch's own hook, and the paper's bytes; and where warm queries stall."""
 
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 import fnddp
 from fnddp import WireCounter, allreduce, error_feedback, fp16, from_hook, powersgd, warmup
 from fnddp.laws import LAWS, applies, bits, law_5_lossless_is_exact
+from fnddp.plan.passes import simplify
 from fnddp.plan.period import period
 from fnddp.simulation.ranks import run_threads
 from fnddp.transforms.orthogonalize import METHODS
@@ -224,3 +226,12 @@ def test_laws_hold_for_matrices_that_are_multiplied_together(text: str, dtype: t
     for law in LAWS:
         if applies(law, sync) and law is not law_5_lossless_is_exact:
             run_threads(2, law, sync, partial(alike, dtype=dtype))
+
+
+@pytest.mark.parametrize("keeps_bits", [True, False])
+def test_residuals_of_a_stack_are_one_operation_if_its_bits_stay_the_same(keeps_bits, monkeypatch) -> None:
+    monkeypatch.setattr(simplify, "_keeps_bits", lambda *_: keeps_bits)
+    plan = fnddp.lower(fnddp.parse(STACKED[0]), alike(0), world_size=2)
+    made = Counter(each.function for segment in plan.segments for each in segment.operations)
+    assert made["baddbmm"] == (2 if keeps_bits else 0)  # of a, c and e; of d and f
+    assert made["mm"] == 0
