@@ -33,6 +33,7 @@ class Device:
         device: The `torch.device`.
         is_asynchronous: True if calls of operations return before the operations have ended.
         light_bytes: Size up to which an operation's call costs more than its pass over memory.
+        stacked_bytes: Size of matrices up to which a product of their stack is faster than a product for each.
         divides_lists_alike: True if dividing a list of tensors by a number gives the same bits as dividing each.
         converts_in_place: True if an elementwise operation reads other dtypes without a separate pass for conversion.
         has_slow_pages: True if allocating memory costs many times more than filling it, as with system pages.
@@ -40,6 +41,7 @@ class Device:
 
     is_asynchronous = False
     light_bytes = 2**20
+    stacked_bytes = 2**15
     divides_lists_alike = True
     converts_in_place = False
     has_slow_pages = True
@@ -133,7 +135,7 @@ class Accelerator(Device):
     """A device of `torch.accelerator`: CUDA, ROCm, XPU, NPU, and others that torch knows."""
 
     is_asynchronous = True
-    light_bytes = 2**24
+    light_bytes = stacked_bytes = 2**24
     has_slow_pages = False  # torch caches memory
     converts_in_place = True
     divides_lists_alike = False  # CUDA multiplies by the inverse for a tensor, but not for a list of tensors

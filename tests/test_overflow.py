@@ -144,3 +144,23 @@ def test_small_parts_are_chosen_to_the_bit(found: bool, monkeypatch: pytest.Monk
     assert chosen[-1] == 8
     assert len(called) == 3  # integers, complex numbers, and what has other strides than before
     assert all(storage_use_count(part) == 1 for part in chosen[:-1])
+
+
+@pytest.mark.parametrize("found", [True, False])
+@pytest.mark.parametrize("apart", [True, False])
+def test_parts_of_one_storage_are_chosen_as_one_tensor(
+    found: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, called = torch.where, list[int]()
+    monkeypatch.setattr(torch, "where", lambda *given: called.append(1) or where(*given))
+    after = [*torch.full((3, 4, 2), math.nan).unbind(), *torch.full((2, 6), math.inf).mT.split([2, 4])]
+    before = [*torch.rand(3, 4, 2).unbind(), *torch.rand(2, 6).mT.split([2, 4])]
+    before = [part.clone() for part in before] if apart else before
+    unfilled = torch.rand(2, 5)[:, :4].unbind()  # what lies beside them is not theirs
+    wanted = bits((before if found else after) + list(unfilled))
+    chosen = unless(torch.tensor(found), [*before, *unfilled], [*after, *unfilled])
+    assert bits(chosen) == wanted
+    assert [part.stride() for part in chosen[:5]] == [part.stride() for part in after]
+    assert len(called) == 2
+    storages = [part.untyped_storage().data_ptr() for part in chosen]
+    assert len(set(storages[:3])) == len(set(storages[3:5])) == 1

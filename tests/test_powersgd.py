@@ -1,5 +1,8 @@
 """PowerSGD against numpy from the papers, torch's own hook, and the paper's bytes; and where warm queries stall."""
 
+from collections import Counter
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import fnddp
 from fnddp import WireCounter, allreduce, error_feedback, fp16, from_hook, powersgd, warmup
-from fnddp.laws import bits
+from fnddp.laws import LAWS, applies, bits, law_5_lossless_is_exact
+from fnddp.plan.passes import simplify
 from fnddp.plan.period import period
+from fnddp.simulation.ranks import run_threads
 from fnddp.transforms.orthogonalize import METHODS
 from tests.pipelines import grads
 from tests.ranks import on_ranks
@@ -192,3 +197,41 @@ def test_factors_found_anew_do_not_depend_on_where_a_mean_lies(rank: int) -> Non
     leaves = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     want, got = (call(leaves, sync.init(leaves)) for call in (sync, fnddp.jit(sync)))
     assert bits(got) == bits(want)
+
+
+# Small matrices of one shape are multiplied together.
+
+STACKED = [
+    "error_feedback(powersgd(bf16(allreduce), rank=2))",
+    "error_feedback(powersgd(allreduce, rank=3, alternate=True, refresh=4))",
+    "powersgd(fp16(allreduce), rank=1, warm_start=False, orthogonalization='qr')",
+    "error_feedback(powersgd(allreduce, rank=2, orthogonalization='gram_schmidt'), residual='int8')",
+]
+SHAPES = {"a": (24, 18), "b": (7,), "c": (24, 2, 3, 3), "d": (40, 30), "e": (24, 18), "f": (40, 30)}
+
+
+def alike(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return {path: torch.randn(shape, generator=generator).to(dtype) for path, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("text", STACKED)
+def test_laws_hold_for_matrices_that_are_multiplied_together(text: str, dtype: torch.dtype) -> None:
+    if dtype.is_complex and "int8" in text:
+        pytest.skip("residuals in int8 are real")
+    sync = fnddp.parse(text)
+    plan = fnddp.lower(sync, alike(0, dtype=dtype), world_size=2)
+    assert "stack" in {operation.function for segment in plan.segments for operation in segment.operations}
+    for law in LAWS:
+        if applies(law, sync) and law is not law_5_lossless_is_exact:
+            run_threads(2, law, sync, partial(alike, dtype=dtype))
+
+
+@pytest.mark.parametrize("keeps_bits", [True, False])
+def test_residuals_of_a_stack_are_one_operation_if_its_bits_stay_the_same(keeps_bits, monkeypatch) -> None:
+    monkeypatch.setattr(simplify, "_keeps_bits", lambda *_: keeps_bits)
+    plan = fnddp.lower(fnddp.parse(STACKED[0]), alike(0), world_size=2)
+    made = Counter(each.function for segment in plan.segments for each in segment.operations)
+    assert made["baddbmm"] == (2 if keeps_bits else 0)  # of a, c and e; of d and f
+    assert made["mm"] == 0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnddp.core.tree import is_inexact
 from fnddp.device import Device, device_of
-from fnddp.torch_private import FOREACH
+from fnddp.torch_private import FOREACH, foreach_copy
 
 aten: Any = torch.ops.aten
 
@@ -55,14 +55,22 @@ def unless(found: Tensor, before: Sequence[Any], after: Sequence[Any]) -> list[A
     """Return `after`, but replace its tensors by those of `before` if the scalar `found` is true. Bits are unchanged.
 
     On an accelerator a call costs more than a pass over a small tensor, so small tensors of one dtype are selected
-    together, by operations on lists.
+    together, by operations on lists, and tensors that fill a storage, such as those of a stack, as one tensor.
 
     >>> unless(torch.tensor(True), [torch.ones(2), 3], [torch.full((2,), torch.nan), 4])
     [tensor([1., 1.]), 4]
     """
     chosen, small = list(after), defaultdict[torch.dtype, list[int]](list)
+    sharing = defaultdict[Any, list[int]](list)
     for i, part in enumerate(after):
         if isinstance(part, Tensor):
+            sharing[part.dtype, part.device, part.untyped_storage().data_ptr()].append(i)
+    for places in sharing.values():
+        if _fill_storage([after[i] for i in places]):
+            _choose_storage(found, before, chosen, places)
+            continue
+        for i in places:
+            part = after[i]
             # If strides differ, CUDA processes the tensors of a list one by one.
             is_alike = part.is_floating_point() and part.stride() == before[i].stride()
             if is_alike and part.device == found.device and part.nbytes <= device_of(part.device).light_bytes:
@@ -78,3 +86,24 @@ def unless(found: Tensor, before: Sequence[Any], after: Sequence[Any]) -> list[A
         for i, part in zip(places, change, strict=True):
             chosen[i] = part.view(dtype).data  # not a view, because a view would hold its base
     return chosen
+
+
+def _fill_storage(tensors: list[Tensor]) -> bool:
+    is_several = len(tensors) > 1 and tensors[0].is_floating_point()
+    return is_several and sum(each.nbytes for each in tensors) == tensors[0].untyped_storage().nbytes()
+
+
+def _choose_storage(found: Tensor, before: Sequence[Any], chosen: list[Any], places: list[int]) -> None:
+    """Replace the tensors of a storage, which they fill, by those of `before` if `found` is true, all at once."""
+    new, old = ([parts[i] for i in places] for parts in (chosen, before))
+
+    def like_new(memory: Tensor) -> list[Tensor]:
+        return [memory.as_strided(part.shape, part.stride(), part.storage_offset()) for part in new]
+
+    whole = new[0].as_strided((sum(part.numel() for part in new),), (1,), 0)
+    kept = old[0].as_strided(whole.shape, (1,), 0) if _fill_storage(old) else torch.empty_like(whole)
+    if any(a.data_ptr() != b.data_ptr() or a.stride() != b.stride() for a, b in zip(old, like_new(kept), strict=True)):
+        kept = torch.empty_like(whole)
+        foreach_copy(like_new(kept), old)
+    for i, part in zip(places, like_new(torch.where(found, kept, whole)), strict=True):
+        chosen[i] = part.data  # not a view, because a view would hold its base

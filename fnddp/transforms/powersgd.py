@@ -1,6 +1,7 @@
 """PowerSGD: the mean gradient as a product of two thin matrices."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -13,12 +14,15 @@ from fnddp.core.opaque import rounded
 from fnddp.core.options import Limit, at_least, one_of
 from fnddp.core.sync import Exchange, Remembered, Replicated, State, Sync, require_sums, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
+from fnddp.device import device_of
+from fnddp.torch_private import constant_for_dynamo
 from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
 
 ITERATIONS = 4  # of `refresh`: each multiplies wanted / unwanted by the square of their singular values' ratio
 
-Stacks: TypeAlias = list[list[str]]
-"""Paths of leaves in groups; the small factors of a group are computed together."""
+Stacks: TypeAlias = list[list[list[str]]]
+"""Paths of leaves in stacks of groups. The small factors of a stack are computed together. A group is one matrix, or
+several small ones of one shape, which are multiplied as one tensor `[count, ...]`."""
 
 
 class PowerSGDState(NamedTuple):
@@ -48,7 +52,8 @@ class powersgd(Sync):
     is hard to beat), and for layers that do not have low-rank gradients.
 
     Factors have the dtype of the gradients; half-precision ones are computed in float32. Zero gradients, zero columns
-    and ranks above the matrix's never give NaN.
+    and ranks above the matrix's never give NaN. Small matrices of one shape (up to 32 KiB on a CPU, 16 MiB on an
+    accelerator) are copied into one tensor and multiplied together. Their means and residuals are views of one tensor.
 
     Args:
         inner: The pipeline that sends P, Q and uncompressed leaves; `powersgd(fp16(allreduce))` rounds all of these. It
@@ -112,7 +117,7 @@ class powersgd(Sync):
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
         stacks = self._stacks(leaves)
-        shapes = {path: matrix_shape(leaves[path]) for paths in stacks for path in paths}
+        shapes = {path: matrix_shape(leaves[path]) for path in chain(*chain(*stacks))}
         p_like = dict(leaves)
         q_like = dict(leaves) if self.alternate else _emptied(leaves)
         for path, (n, m) in shapes.items():
@@ -123,7 +128,7 @@ class powersgd(Sync):
             """Return factors laid out as after any later exchange: torch.compile makes one graph for both."""
             sizes = {path: shape[side] for path, shape in shapes.items()}
             factors = {path: self._draw(path + suffix, leaves[path], 0, size) for path, size in sizes.items()}
-            laid_out = _columns_of(stacks, _rows_of(stacks, factors), sizes)
+            laid_out = _apart(stacks, _columns_of(stacks, _rows_of(stacks, factors), sizes))
             return {path: laid_out[path] for path in leaves if path in shapes}
 
         return PowerSGDState(
@@ -150,27 +155,27 @@ class powersgd(Sync):
         stacks, m = self._matrices(leaves)
         # Both products read m along its rows: on a CPU three to five times faster than m.T @ p_hat. So queries and Q
         # are stored transposed, those of a stack side by side.
+        widths = {path: matrix_shape(leaves[path])[1] for path in chain(*chain(*stacks))}
         queries = state.q
         if not self.warm_start:
-            queries = {path: self._draw(path, leaves[path], state.step, m[path].shape[1]) for path in m}
+            queries = {path: self._draw(path, leaves[path], state.step, width) for path, width in widths.items()}
         query = _rows_of(stacks, queries)  # each: [rank, all columns]
-        p: Leaves = {}
-        for paths, rows in zip(stacks, query, strict=True):
-            widths = [m[path].shape[1] for path in paths]
-            for path, columns in zip(paths, rows.mH.split(widths), strict=True):
-                p[path] = rounded(m[path] @ columns, leaves[path].dtype)  # p: [rows, rank]
+        columns = _columns_of(stacks, query, widths)
+        p = _apart(stacks, [x @ each for x, each in zip(m, columns, strict=True)])  # p: [rows, rank]
 
         # Leaves that are not compressed are sent whole with P and are empty with Q: both rounds have the same paths.
-        p_round = self.inner.exchange({**leaves, **p}, state.p_round)
+        p_round = self.inner.exchange({**leaves, **_rounded_like(leaves, p)}, state.p_round)
         p_hat = self._bases(leaves, stacks, p_round.mean)
-        q = {path: rounded(p_hat[path].mH @ m[path], leaves[path].dtype) for path in m}  # q: [rank, columns]
-        q_round = self.inner.exchange({**_emptied(leaves), **q}, state.q_round)
+        q = _apart(stacks, [basis.mH @ x for basis, x in zip(p_hat, m, strict=True)])  # q: [rank, columns]
+        q_round = self.inner.exchange({**_emptied(leaves), **_rounded_like(leaves, q)}, state.q_round)
 
-        mean, sent = dict(p_round.mean), dict(p_round.sent)
-        for path in m:
-            mean[path] = _leaf_of(p_hat[path] @ _compute(q_round.mean[path]), leaves[path])
-            sent[path] = _leaf_of(p_hat[path] @ _compute(q_round.sent[path]), leaves[path])
-        following = _unit_columns(stacks, q_round.mean, query) if self.warm_start else {}
+        def decode(whole: Leaves, got: Leaves) -> Leaves:
+            q = [_compute(each) for each in _together(stacks, got)]
+            made = _apart(stacks, [basis @ each for basis, each in zip(p_hat, q, strict=True)])
+            return {**whole, **{path: _leaf_of(each, leaves[path]) for path, each in made.items()}}
+
+        mean, sent = decode(p_round.mean, q_round.mean), decode(p_round.sent, q_round.sent)
+        following = _apart(stacks, _unit_columns(stacks, q_round.mean, query)) if self.warm_start else {}
         q = {path: following[path] for path in state.q}  # empty without warm start
         return Exchange(mean, sent, replaced(state, q=q, p_round=p_round.state, q_round=q_round.state))
 
@@ -180,16 +185,17 @@ class powersgd(Sync):
         basis, last = (state.q, state.p) if sends_p else (state.p, state.q)
         stacks, m = self._matrices(leaves)
         hat = self._bases(leaves, stacks, basis)
-        sent = {path: m[path] @ hat[path] if sends_p else hat[path].mH @ m[path] for path in m}  # [rows, rank] or mH
-        payload = {**leaves, **{path: rounded(sent[path], leaves[path].dtype) for path in m}}
+        # sent: [rows, rank], or transposed
+        sent = _apart(stacks, [x @ each if sends_p else each.mH @ x for x, each in zip(m, hat, strict=True)])
+        payload = {**leaves, **_rounded_like(leaves, sent)}
         inner = self.inner.exchange(payload, state.p_round if sends_p else state.q_round)
-        rows = {path: _compute(inner.mean[path]).mH if sends_p else inner.mean[path] for path in m}
-        following = _unit_columns(stacks, rows, _rows_of(stacks, last))
+        rows = {path: _compute(inner.mean[path]).mH if sends_p else inner.mean[path] for path in sent}
+        following = _apart(stacks, _unit_columns(stacks, rows, _rows_of(stacks, last)))
         following = {path: following[path] for path in last}
 
         def decode(got: Leaves) -> Leaves:
-            factors = {path: _compute(got[path]) for path in m}
-            whole = {path: each @ hat[path].mH if sends_p else hat[path] @ each for path, each in factors.items()}
+            factors = zip(hat, [_compute(each) for each in _together(stacks, got)], strict=True)
+            whole = _apart(stacks, [each @ basis.mH if sends_p else basis @ each for basis, each in factors])
             return {**got, **{path: _leaf_of(each, leaves[path]) for path, each in whole.items()}}
 
         if sends_p:
@@ -204,17 +210,22 @@ class powersgd(Sync):
         """
         done = self.inner.exchange(leaves, state.whole)
         stacks, m = self._matrices(done.mean)
-        m = {path: each.clone() for path, each in m.items()}  # in a buffer's middle BLAS may round products another way
+        m = [each.clone() for each in m]  # in a buffer's middle BLAS may round products another way
         query = _rows_of(stacks, state.q)
-        right = {path: self._draw(path, done.mean[path], 0, m[path].shape[1]) for path in m}
+        paths = chain(*chain(*stacks))
+        drawn = {path: self._draw(path, leaves[path], 0, matrix_shape(leaves[path])[1]) for path in paths}
+        right = _together(stacks, drawn)
         for _ in range(ITERATIONS):
-            left = self._bases(done.mean, stacks, {path: m[path] @ right[path] for path in m})
-            right = _unit_columns(stacks, {path: left[path].mH @ m[path] for path in m}, query)
+            left = _apart(stacks, [x @ each for x, each in zip(m, right, strict=True)])
+            bases = zip(self._bases(done.mean, stacks, left), m, strict=True)
+            right = _unit_columns(stacks, _apart(stacks, [basis.mH @ x for basis, x in bases]), query)
         p: Leaves = {}
         if state.p:
-            rows = {path: _compute(m[path] @ right[path]).mH for path in m}
-            p = _unit_columns(stacks, rows, _rows_of(stacks, state.p))
-        q, p = {path: right[path] for path in state.q}, {path: p[path] for path in state.p}
+            left = _apart(stacks, [x @ each for x, each in zip(m, right, strict=True)])
+            rows = {path: _compute(each).mH for path, each in left.items()}
+            p = _apart(stacks, _unit_columns(stacks, rows, _rows_of(stacks, state.p)))
+        found = _apart(stacks, right)
+        q, p = {path: found[path] for path in state.q}, {path: p[path] for path in state.p}
         return replaced(done, state=replaced(state, q=q, p=p, whole=done.state))
 
     def _require_factors(self, leaves: Leaves, state: PowerSGDState) -> None:
@@ -236,36 +247,44 @@ class powersgd(Sync):
     def _stacks(self, leaves: Leaves) -> Stacks:
         # Stack only leaves that share a default gradient bucket: factors of other buckets are not there at that time.
         buckets = assign_buckets({path: leaves[path].nbytes for path in reversed(leaves)}, BUCKET_CAPS)
-        stacks: dict[object, list[str]] = {}
+        stacks: dict[object, dict[object, list[str]]] = {}
         for path, leaf in leaves.items():
             if self._is_low_rank(leaf):
                 same = buckets[path], self._rank_of(leaf), leaf.dtype, leaf.device
-                stacks.setdefault(same, []).append(path)
-        return list(stacks.values())
+                is_small = leaf.nbytes <= _stacked_bytes(leaf.device)
+                alike = matrix_shape(leaf) if is_small else path
+                stacks.setdefault(same, {}).setdefault(alike, []).append(path)
+        return [list(groups.values()) for groups in stacks.values()]
 
-    def _matrices(self, leaves: Leaves) -> tuple[Stacks, Leaves]:
+    def _matrices(self, leaves: Leaves) -> tuple[Stacks, list[Tensor]]:
+        """Return the stacks, and the matrices of each of their groups, `[..., rows, columns]`."""
         stacks = self._stacks(leaves)
-        whole = {path: _compute(leaves[path]) for paths in stacks for path in paths}
+        whole = {path: _compute(leaves[path]) for path in chain(*chain(*stacks))}
         # Row-major, since BLAS rounds products of a transposed matrix another way.
-        return stacks, {path: each.contiguous().reshape(matrix_shape(each)) for path, each in whole.items()}
+        m = {path: each.contiguous().reshape(matrix_shape(each)) for path, each in whole.items()}
+        return stacks, _together(stacks, m)
 
-    def _bases(self, leaves: Leaves, stacks: Stacks, factors: Leaves) -> Leaves:
-        """Return orthonormal bases of the columns of each factor, `[size, rank]`."""
+    def _bases(self, leaves: Leaves, stacks: Stacks, factors: Leaves) -> list[Tensor]:
+        """Return orthonormal bases of the columns of the factors of each group, `[..., size, rank]`."""
+        if self.orthogonalization != "cholesky":
+            some = [_compute(each) for each in _together(stacks, factors)]
+            return [orthogonalize(each, self.orthogonalization, self.epsilon) for each in some]
         found: Leaves = {}
-        for paths in stacks:
-            some = [factors[path] for path in paths]
-            if self.orthogonalization == "cholesky":
-                bases = orthogonalize_all(some, self.epsilon, _compute_dtype(leaves[paths[0]].dtype))
-            else:
-                bases = [orthogonalize(_compute(each), self.orthogonalization, self.epsilon) for each in some]
-            found |= zip(paths, bases, strict=True)
-        return found
+        for paths in [list(chain(*groups)) for groups in stacks]:
+            dtype = _compute_dtype(leaves[paths[0]].dtype)
+            found |= zip(paths, orthogonalize_all([factors[path] for path in paths], self.epsilon, dtype), strict=True)
+        return _together(stacks, found)
 
     def _draw(self, name: str, leaf: Tensor, step: int, size: int) -> Tensor:
         """Return random unit columns for a factor of `leaf`: `[size, rank]`."""
         like = leaf.detach().new_empty(0, dtype=_compute_dtype(leaf.dtype))
         factor = random.normal((size, self._rank_of(leaf)), name=name, seed=self.seed, step=step, like=like)
         return factor / torch.linalg.vector_norm(factor, dim=0, keepdim=True)
+
+
+@constant_for_dynamo  # it warns of the cache of `device_of`
+def _stacked_bytes(device: torch.device) -> int:
+    return device_of(device).stacked_bytes
 
 
 def matrix_shape(leaf: Tensor) -> tuple[int, int]:
@@ -289,25 +308,46 @@ def _leaf_of(matrix: Tensor, like: Tensor) -> Tensor:
     return in_format_of(like, rounded(matrix, like.dtype).reshape(like.shape))
 
 
-def _rows_of(stacks: Stacks, factors: Leaves) -> list[Tensor]:
-    """Return the factors `[size, rank]` of each stack transposed, side by side, contiguous: `[rank, sum of sizes]`."""
-    return [torch.cat([factors[path].mH for path in paths], dim=1).resolve_conj() for paths in stacks]
+def _rounded_like(leaves: Leaves, factors: Leaves) -> Leaves:
+    return {path: rounded(each, leaves[path].dtype) for path, each in factors.items()}
 
 
-def _columns_of(stacks: Stacks, rows: Sequence[Tensor], sizes: Mapping[str, int]) -> Leaves:
-    """Return the inverse of `_rows_of`: views, except of complex numbers."""
+def _together(stacks: Stacks, factors: Leaves) -> list[Tensor]:
+    """Return the factors of each group as one tensor: `[count, ...]`, or one factor alone as it is."""
+    groups = [[factors[path] for path in group] for group in chain(*stacks)]
+    return [torch.stack(group) if len(group) > 1 else group[0] for group in groups]
+
+
+def _apart(stacks: Stacks, groups: Sequence[Tensor]) -> Leaves:
+    """Return the inverse of `_together`: views."""
     found: Leaves = {}
-    for paths, stack in zip(stacks, rows, strict=True):
-        split = stack.mH.split([sizes[path] for path in paths])
-        found |= zip(paths, [columns.resolve_conj() for columns in split], strict=True)
+    for paths, group in zip(chain(*stacks), groups, strict=True):
+        found |= zip(paths, group.unbind() if len(paths) > 1 else [group], strict=True)
     return found
 
 
-def _unit_columns(stacks: Stacks, rows: Leaves, fallback: Sequence[Tensor]) -> Leaves:
-    """Return factors with unit columns, from transposed ones `[rank, size]`; a zero column is taken from `fallback`."""
-    sizes = {path: rows[path].shape[1] for paths in stacks for path in paths}
+def _rows_of(stacks: Stacks, factors: Leaves) -> list[Tensor]:
+    """Return the factors `[size, rank]` of each stack transposed, side by side, contiguous: `[rank, sum of sizes]`."""
+    return [torch.cat([factors[path].mH for path in chain(*groups)], dim=1).resolve_conj() for groups in stacks]
+
+
+def _columns_of(stacks: Stacks, rows: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
+    """Return the inverse of `_rows_of` for each group, `[..., size, rank]`: views, except of complex numbers."""
+    found: list[Tensor] = []
+    for groups, stack in zip(stacks, rows, strict=True):
+        counts = [(len(group), sizes[group[0]]) for group in groups]
+        split = stack.mH.split([count * size for count, size in counts])
+        shaped = [x.unflatten(0, shape) if shape[0] > 1 else x for x, shape in zip(split, counts, strict=True)]
+        found += [columns.resolve_conj() for columns in shaped]
+    return found
+
+
+def _unit_columns(stacks: Stacks, rows: Leaves, fallback: Sequence[Tensor]) -> list[Tensor]:
+    """Return, by group, unit columns from transposed factors `[rank, size]`; a zero column is taken from `fallback`."""
+    sizes = {path: rows[path].shape[1] for path in chain(*chain(*stacks))}
     scaled: list[Tensor] = []
-    for paths, others in zip(stacks, fallback, strict=True):
+    for groups, others in zip(stacks, fallback, strict=True):
+        paths = list(chain(*groups))
         whole = _compute(torch.cat([rows[path] for path in paths], dim=1))
         scaled.append(unit_rows(whole, [sizes[path] for path in paths], fallback=others))
     return _columns_of(stacks, scaled, sizes)

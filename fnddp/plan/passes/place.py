@@ -23,12 +23,16 @@ aten: Any = torch.ops.aten
 
 # Operations that can write into existing memory, in addition to elementwise ones.
 PRODUCTS: dict[Any, Any] = {aten.mm.default: torch.mm, SUM: SUM_INTO}
+ADDITIONS: dict[Any, Any] = {  # of products, to an operand that they may write over
+    aten.addmm.default: aten.addmm.out,
+    aten.baddbmm.default: aten.baddbmm.out,
+}
 COPIES = {aten._to_copy.default, aten.clone.default}
 
 
 def elementwise(target: Any) -> Any:
     """Return the `out=` form of an elementwise operation, so that it may write over its operand; otherwise None."""
-    return aten.addmm.out if target is aten.addmm.default else elementwise_out(target)
+    return ADDITIONS.get(target) or elementwise_out(target)
 
 
 def place(draft: Draft) -> Draft:

@@ -1,5 +1,6 @@
 """Passes 2 to 4: drop unused nodes, remove nodes without effect, fuse residuals into one pass over memory."""
 
+import operator
 from functools import cache
 from typing import Any
 
@@ -78,8 +79,10 @@ def fuse(draft: Draft) -> Draft:
     """Turn `x - p @ q` into `addmm` if nothing else reads the product and the bits stay the same.
 
     Bits stay the same if the product is summed before x is added. BLAS libraries differ here, so a sample is computed.
+    For products of stacks it is `baddbmm`.
     """
     graph = draft.graph
+    _fuse_stacks(graph)
     for node in list(tensor_nodes(graph)):
         if node.target is not aten.sub.Tensor or node.kwargs or not all(map(is_tensor, node.args)):
             continue
@@ -87,20 +90,52 @@ def fuse(draft: Draft) -> Draft:
         product = _through_views(node.args[1])
         if product.target is not aten.mm.default or len(product.users) > 1 or not _fits(value(x), value(product)):
             continue
-        p, q = product.args
-        layouts = tuple(value(factor).stride(-1) == 1 for factor in (p, q))
-        # A smaller shape with the same remainders, so that kernels treat it like the full one.
-        rows, columns = (size if size <= SAMPLE else SAMPLE + size % SAMPLE for size in value(product).shape)
-        device = torch.device("cpu") if value(x).is_meta else value(x).device
-        if not _keeps_bits((rows, columns, value(p).shape[1]), layouts, device):
+        if not _sample_keeps_bits(product):
             continue
         with graph.inserting_before(node):
             matrix = _view(graph, x, value(product).shape)
-            lost = graph.call_function(aten.addmm.default, (matrix, p, q), {"alpha": -1})
-            lost.meta["val"] = value(product)
+            lost = call(graph, aten.addmm.default, (matrix, *product.args), {"alpha": -1}, value(product))
             node.replace_all_uses_with(_view(graph, lost, value(node).shape))
     remove_dead(graph)
     return draft
+
+
+def _fuse_stacks(graph: fx.Graph) -> None:
+    """Subtract the product of stacks from a stack if each of its parts is subtracted from that part of the stack."""
+    for x in [node for node in tensor_nodes(graph) if node.target is aten.stack.default]:
+        sources: Any = x.args[0]
+        differences = [_difference(_through_views(source)) for source in sources]
+        parts = [None if node is None else _part(node.args[1]) for node in differences]
+        unbound: Any = parts[0][0] if parts[0] else x
+        if unbound.target is not aten.unbind.int or parts != [(unbound, i) for i in range(len(unbound.users))]:
+            continue
+        product: Any = unbound.args[0]
+        if product.target is not aten.bmm.default or len(product.users) > 1 or _layout(product) != _layout(x):
+            continue
+        if value(x).dtype == torch.float32 and _sample_keeps_bits(product):
+            with graph.inserting_before(product):
+                lost = call(graph, aten.baddbmm.default, (x, *product.args), {"alpha": -1}, value(product))
+            product.replace_all_uses_with(lost)
+            for node in differences:
+                node.replace_all_uses_with(node.args[1])
+
+
+def _difference(x: fx.Node) -> Any:
+    """Return the only subtraction of a tensor of the same shape from `x`; None if there is none."""
+    readers = [user for user in x.users if user.target is aten.sub.Tensor and not user.kwargs and user.args[0] is x]
+    if len(readers) != 1 or not is_tensor(readers[0].args[1]):
+        return None
+    made, y = value(readers[0]), value(readers[0].args[1])
+    return readers[0] if (made.shape, made.stride()) == (y.shape, y.stride()) and y.is_contiguous() else None
+
+
+def _part(node: Any) -> tuple[Any, Any] | None:
+    """Return the list and the index of which `node` is a view, if nothing else reads that item."""
+    while len(node.users) == 1 and is_view(node) and value(node).is_contiguous():
+        if node.target is operator.getitem:
+            return node.args
+        (node,) = node.all_input_nodes
+    return None
 
 
 def _through_views(node: Any) -> fx.Node:
@@ -120,13 +155,21 @@ def _view(graph: fx.Graph, node: fx.Node, shape: torch.Size) -> fx.Node:
     return call(graph, aten.view.default, (node, list(shape)), {}, fake_like(value(node), shape))
 
 
+def _sample_keeps_bits(product: fx.Node) -> bool:
+    p, q = map(value, product.args)
+    # A smaller shape with the same remainders, so that kernels treat it like the full one.
+    sizes = (size if size <= SAMPLE else SAMPLE + size % SAMPLE for size in value(product).shape)
+    device = torch.device("cpu") if p.is_meta else p.device
+    return _keeps_bits((*sizes, p.shape[-1]), (p.stride(-1) == 1, q.stride(-1) == 1), device)
+
+
 @cache
-def _keeps_bits(shape: tuple[int, int, int], is_row_major: tuple[bool, ...], device: torch.device) -> bool:
-    rows, columns, rank = shape
+def _keeps_bits(shape: tuple[int, ...], is_row_major: tuple[bool, ...], device: torch.device) -> bool:
+    *count, rows, columns, rank = shape
     generator = torch.Generator(device).manual_seed(0)
 
     def random(n: int, m: int, row_major: bool = True) -> Tensor:
-        return torch.randn(n, m, generator=generator, device=device) if row_major else random(m, n).mT
+        return torch.randn(*count, n, m, generator=generator, device=device) if row_major else random(m, n).mT
 
     x, p, q = random(rows, columns), random(rows, rank, is_row_major[0]), random(rank, columns, is_row_major[1])
-    return torch.equal(x - p @ q, torch.addmm(x, p, q, alpha=-1))
+    return torch.equal(x - p @ q, (torch.baddbmm if count else torch.addmm)(x, p, q, alpha=-1))
