@@ -35,9 +35,10 @@ class Group(NamedTuple):
 
 def batches_for_operators(layers: Layers, leaves: Leaves) -> dict[str, Leaves]:
     """Return the leaves that operators process together, by the first path; none unless operators can take them all."""
-    bucket_of, made = current().bucket_of, dict[Any, Leaves]()
+    bucket_of = current().bucket_of
     if not layers or bucket_of is None:
         return {}
+    made: dict[Any, Leaves] = {}
     for path, leaf in leaves.items():
         if not takes_operators(leaf) or unit_of(layers, leaf.numel()) is None:
             return {}
