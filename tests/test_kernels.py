@@ -4,13 +4,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import fnddp
+from fnddp import device
 from fnddp.codecs import quantize as codec
+from fnddp.core.codec import Carrier, Layer
+from fnddp.kernels.leaves import DECODE, ENCODE, REDUCE, SENT, text_of
 from fnddp.kernels.operator import KernelOr, is_same
 
 ROOT = Path(__file__).parents[1]
@@ -55,32 +60,107 @@ def in_the_interpreter() -> None:
     assert taken > 50
 
 
+def lists_in_the_interpreter() -> None:
+    """Compare the kernels on lists of leaves, with gaps between the rows of payloads: run like the other one."""
+    cases = [((1000, 7, 130), 3, 1), ((2 * 4099, 3), 4, 3), ((1,), 2, 1), ((640, 5, 64), 1, 0)]
+    texts = [f"quantize(two_shot, bits={bits}, block={block})" for bits in (8, 4, 2) for block in (128, 16, 24, None)]
+    for text, dtype, (counts, n, rank) in product(texts, FLOATS[:3], cases):
+        every = numbers((3, 3000), dtype).flatten()
+        codec, x = known(text), [every[2900 * i :][:count].contiguous() for i, count in enumerate(counts)]
+        given: Any = list(counts), n, dtype
+        payload = with_gaps(ENCODE.run(codec, x, *given))
+        moved = with_gaps([part.flip(0) for part in payload])
+        again = REDUCE.run(codec, moved, *given, rank, n)
+        calls = (ENCODE, [x], ()), (REDUCE, [moved], (rank, n)), (DECODE, [payload], ())
+        for each, lists, ranks in (*calls, (SENT, [payload, moved, again], (rank, n))):
+            out = [with_gaps([part])[0] for part in each.like(codec, *lists, *given, *ranks)]
+            assert each.kernel(codec, *lists, *given, *ranks, out=out), (text, dtype, counts)
+            expected = each.run(codec, *lists, *given, *ranks)
+            assert all(map(is_same, out, expected)), (text, dtype, counts, each.name)
+
+
+def with_gaps(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return rows as they are in the buffer of a message with several payloads."""
+    return [torch.cat([part, part], 1)[:, : part.shape[1]] if part.ndim == 2 else part for part in parts]
+
+
+def known(text: str) -> str:
+    """Return the text of the codecs of a pipeline, as operators get it."""
+    layers, codec = [], fnddp.parse(text)
+    while not isinstance(codec, Carrier):
+        layers.append(Layer(codec))
+        codec = codec.inner
+    return text_of(tuple(layers))
+
+
+CODECS = [
+    *(
+        "quantize(two_shot)",
+        "quantize(two_shot, bits=4, block=16)",
+        "quantize(bf16(two_shot), bits=2)",
+        "bf16(two_shot)",
+    ),
+    *("fp8(two_shot)", "fp8(two_shot, format='e2m1', block=32, scale='e8m0')", "sign(two_shot, scale='max', chunk=8)"),
+    *("lloyd_max(two_shot)", "majority_vote(two_shot)"),
+]
+
+
+@pytest.mark.parametrize("text", CODECS)
+@pytest.mark.parametrize("n", [1, 3])
+def test_operators_on_lists_have_the_numbers_of_the_pipeline(text: str, n: int):
+    """All ranks by hand: encode, exchange rows, reduce, exchange results, decode."""
+    codec, shapes = known(text), {"w": (5, 77), "v": (3,), "u": (129,)}
+    generator = torch.Generator().manual_seed(0)
+    stacked = {path: torch.randn(n, *shape, generator=generator) for path, shape in shapes.items()}
+    simulated = fnddp.simulate(fnddp.parse(text), world_size=n)
+    mean = simulated(stacked, simulated.init(stacked))[0]
+    given: Any = [each[0].numel() for each in stacked.values()], n, torch.float32
+    payloads = [ENCODE.default(codec, [each[r] for each in stacked.values()], *given) for r in range(n)]
+    moved = [[torch.stack([each[i][r] for each in payloads]) for i in range(len(payloads[0]))] for r in range(n)]
+    again = [REDUCE.default(codec, moved[r], *given, r, n) for r in range(n)]
+    gathered = [torch.cat([each[i] for each in again]) for i in range(len(again[0]))]
+    made = DECODE.default(codec, gathered, *given)
+    for path, each in zip(stacked, made, strict=True):
+        of_all = mean[path][0] if mean[path].ndim == stacked[path].ndim else mean[path]
+        assert torch.equal(each.view(shapes[path]), of_all), path
+    if "majority" not in text:  # whose sent counts ties
+        sent = [SENT.default(codec, payloads[r], moved[r], again[r], *given, r, n) for r in range(n)]
+        for of_all, *of_ranks in zip(made, *sent, strict=True):  # law 4
+            torch.testing.assert_close(torch.stack(of_ranks).mean(0), of_all, rtol=1e-5, atol=1e-5)
+
+
+def test_a_plan_for_an_accelerator_has_one_operation_for_each_hop():
+    """It reads payloads in the buffers of messages, and writes them there."""
+    shapes = {"u": (3,), "v": (64,), "w": (64, 32)}
+    device.register("meta", device.Accelerator)
+    try:
+        params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        plan = fnddp.lower("quantize(two_shot, bits=4)", params, world_size=4)
+    finally:
+        device.register("meta", device.Meta)
+    assert [line.strip() for line in plan.show(code=True).splitlines() if line.startswith("      ")] == [
+        "encode quantize(two_shot, bits=4) of 3 leaves -> c0[0]",
+        "reduce quantize(two_shot, bits=4) of 3 leaves from c0[0] -> c1[0]",
+        "decode quantize(two_shot, bits=4) of 3 leaves from c1[0] -> mean[u]",
+    ]
+
+
 def for_targets() -> None:
-    """Compile the kernels for GPUs without one, and check that no register is spilled: needs no driver."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    """Compile the kernels for GPUs without one, and check what the table in docs/launches.md says: needs no driver."""
+    from benchmarks import compile_kernels
 
-    from fnddp.kernels import blocks
-
-    for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)):  # of ROCm's there is no linker here
-        for bits in (8, 4, 2):
-            options = {"BLOCK": 128, "BITS": bits, "MANY": blocks.ELEMENTS // 128}
-            q = "*i8" if bits == 8 else "*u8"
-            given = {"x": "*fp32", "scale": "*fp32", "q": q, "n": "i32", "blocks": "i32"}
-            for kernel in (blocks.encode_kernel, blocks.decode_kernel):
-                types = {name: given[name] for name in kernel.arg_names if name in given}
-                source = ASTSource(kernel, types | dict.fromkeys(options, "constexpr"), options)
-                made = triton.compile(source, target=target, options=dict(blocks.UNFUSED))
-                about = target.arch, kernel.__name__, bits
-                assert "fma.rn.f32" not in made.asm["ptx"], (about, "a product and a sum are fused")
-                assert "div.full" not in made.asm["ptx"], (about, "a division is not IEEE's")
-                assert not made.metadata.num_warps * made.metadata.shared > 1 << 20, about
-                assert ".local" not in made.asm["ptx"], (about, "registers are spilled")
+    for row in compile_kernels.rows():
+        assert "fma.rn.f32" not in row.ptx, (row.about, "a product and a sum are fused")
+        assert "div.full" not in row.ptx, (row.about, "a division is not IEEE's")
+        assert row.spilled == 0, (row.about, "registers are spilled")
+        assert row.registers <= 128, row.about  # so that 16 warps fit on a multiprocessor
+        assert row.shared <= 48 * 2**10, row.about
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("what", "interpret"), [("in_the_interpreter", "1"), ("for_targets", "0")])
+@pytest.mark.parametrize(
+    ("what", "interpret"), [("in_the_interpreter", "1"), ("lists_in_the_interpreter", "1"), ("for_targets", "0")]
+)
 def test_kernels_have_the_bits_of_operations_and_compile_without_a_gpu(what: str, interpret: str, tmp_path: Path):
     pytest.importorskip("triton")
     code = f"import warnings; warnings.simplefilter('ignore'); from tests import test_kernels; test_kernels.{what}()"

@@ -1,6 +1,5 @@
 """Block-wise integers: a scale for each block, and 8, 4 or 2 bits for each element."""
 
-import math
 from typing import ClassVar, Literal
 
 import torch
@@ -11,7 +10,7 @@ from fnddp.core.codec import Carrying, Codec, Key, Payload, wide
 from fnddp.core.opaque import shortened
 from fnddp.core.options import POSITIVE, Limit, at_least, one_of
 from fnddp.core.sync import transform
-from fnddp.kernels.operator import operator, takes_operators
+from fnddp.kernels.operator import operator, sample, takes_operators
 
 
 @transform
@@ -57,6 +56,10 @@ class quantize(Codec):
     def draws(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.rounding == "stochastic"
 
+    @property
+    def kernel_bits(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.draws else self.bits
+
     def encode(self, x: Tensor, key: Key | None = None) -> Payload:
         block = block_size(self.block, x.shape[-1])
         if key is None:
@@ -94,29 +97,19 @@ def decode_blocks(scale: Tensor, q: Tensor, bits: int, block: int, n: int) -> Te
     return _decoded(unpack(q, bits, block).to(scale.dtype), scale, n)
 
 
-def _sample(device: torch.device) -> Tensor:
-    """Return rows with a short block, zeros, subnormal and large numbers, ties and NaN, to test a kernel."""
-    x = torch.linspace(-3, 4, 3 * 1000, device=device).view(3, 1000).exp() * torch.arange(-1, 2, device=device).view(
-        3, 1
-    )
-    x[0, :7] = torch.tensor([0.0, 1e-40, 3e38, 63.5, 62.5, -0.0, 127.0], device=device)
-    x[2, 500] = math.nan
-    return x
-
-
 ENCODE = operator(
     "fnddp::quantize",
     "(Tensor x, int bits, SymInt block) -> (Tensor scale, Tensor q)",
     encode_blocks,
     kernel="encode",
-    sample=lambda device: (_sample(device), 4, 128),
+    sample=lambda device: (sample(device, 3000).view(3, 1000), 4, 128),
 )
 DECODE = operator(
     "fnddp::dequantize",
     "(Tensor scale, Tensor q, int bits, SymInt block, SymInt n) -> Tensor",
     decode_blocks,
     kernel="decode",
-    sample=lambda device: (*encode_blocks(_sample(device), 4, 128), 4, 128, 1000),
+    sample=lambda device: (*encode_blocks(sample(device, 3000).view(3, 1000), 4, 128), 4, 128, 1000),
 )
 
 

@@ -221,6 +221,7 @@ class Codec(Carrying):
     draws: ClassVar[bool] = False
     averages: ClassVar[bool] = False
     nests: ClassVar[Any] = frozenset({"around", "inside"})
+    kernel_bits: ClassVar[int | None] = None  # of an element, if `fnddp.kernels.blocks` encodes its blocks
 
     @property
     def hides_nonfinite(self) -> bool:  # a step finds no NaN in integer payloads

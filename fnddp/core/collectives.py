@@ -75,10 +75,14 @@ def all_gather(tensor: Tensor, group: str | None = None) -> Tensor:
 
 def all_gather_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) -> dict[Any, Tensor]:
     """Run an `all_gather` of every leaf, in the order of their paths."""
+    n, rows = world_size(group), gather_rows({path: leaf.unsqueeze(0) for path, leaf in leaves.items()}, group)
+    return {path: each.reshape(n, *leaves[path].shape) for path, each in rows.items()}
+
+
+def gather_rows(leaves: Mapping[Any, Tensor], group: str | None = None) -> dict[Any, Tensor]:
+    """Return the rows of all ranks, `[ranks, ...]`, from `[1, ...]` of every leaf."""
     paths = sorted(leaves)
-    gathered = _exchange_bytes(ALL_GATHER, [leaves[path].unsqueeze(0) for path in paths], group)
-    n = world_size(group)
-    return {path: rows.reshape(n, *leaves[path].shape) for path, rows in zip(paths, gathered, strict=True)}
+    return dict(zip(paths, _exchange_bytes(ALL_GATHER, [leaves[path] for path in paths], group), strict=True))
 
 
 def all_to_all(tensor: Tensor, group: str | None = None) -> Tensor:

@@ -181,13 +181,7 @@ class Hop:
                 read = [key for key, rows in self._whole.items() if any(name in dict(row) for row in rows)]
                 sums[name] = torch.cat([moved[key].reshape(-1)[:0].to(torch.float32) for key in read])
                 continue
-            payload, like = self.payload(moved, name), self.batches[name].x[0]
-            at_a_time = max(BLOCK // like.numel(), -(-n // MOST_BLOCKS))
-            total: Any = None
-            for first in range(0, n, at_a_time):
-                few = {part: x[first : first + at_a_time] for part, x in payload.items()} if at_a_time < n else payload
-                total = collectives.sum_in_rank_order(each.decode(few).to(wide(like.dtype)), total)
-            sums[name] = total
+            sums[name] = added_up(each.decode, self.payload(moved, name), n, self.batches[name].x[0])
         return sums
 
     def decoded(self) -> Leaves:
@@ -241,6 +235,16 @@ class Hop:
         like, missing = self._padding(key, rank)
         flat += [like.new_zeros(missing)] if missing else []
         return torch.cat(flat) if len(flat) > 1 else flat[0]
+
+
+def added_up(decode: Callable[[Payload], Tensor], payload: Payload, n: int, like: Tensor) -> Tensor:
+    """Return the sum of the `n` decoded rows of a payload in rank order, in float32 or wider; a row is `like`."""
+    at_a_time = max(BLOCK // like.numel(), -(-n // MOST_BLOCKS))
+    total: Any = None
+    for first in range(0, n, at_a_time):
+        few = {part: x[first : first + at_a_time] for part, x in payload.items()} if at_a_time < n else payload
+        total = collectives.sum_in_rank_order(decode(few).to(wide(like.dtype)), total)
+    return total
 
 
 BLOCK = 1 << 22

@@ -239,6 +239,7 @@ class Operation:
         options: Keyword arguments that change the result.
         written: The memory that the result is written to, if not new memory.
         count: The number of leaves that it runs for. The other fields are those of the first leaf.
+        leaves: For an operator on lists, named by `function`, the number of its leaves; otherwise 0.
     """
 
     made: Name
@@ -248,6 +249,7 @@ class Operation:
     options: tuple[tuple[str, Any], ...] = ()
     written: Name | None = None
     count: int = 1
+    leaves: int = 0
 
 
 @dataclass(frozen=True)

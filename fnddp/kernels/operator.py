@@ -1,7 +1,8 @@
 """Operators of codecs: PyTorch's operations everywhere, or on a GPU a kernel that returns the same bits."""
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -53,18 +54,40 @@ class KernelOr:
         return getattr(blocks, self._kernel)(*arguments)
 
     def _works_on(self, device: torch.device) -> bool:
-        try:
+        def results() -> Iterator[tuple[Any, Any]]:
             arguments = self._sample(device)
-            with without_modes():
-                made, expected = self._from_kernel(*arguments), self._run(*arguments)
-                if all(map(is_same, _all(made), _all(expected))):
-                    return True
-            _log.warning("the kernel of %s gives other numbers on %s: PyTorch's operations run", self._name, device)
-        except ImportError:
-            pass
-        except Exception as error:  # of a compiler, or a driver
-            _log.warning("%s has no kernel on %s, where PyTorch's operations run: %s", self._name, device, error)
+            yield self._from_kernel(*arguments), self._run(*arguments)
+
+        with without_modes():
+            return works(f"the kernel of {self._name}", device, results)
+
+
+def works(name: str, device: torch.device, results: Callable[[], Iterable[tuple[Any, Any]]]) -> bool:
+    """Return whether all `results`, of a kernel and of PyTorch's operations, are the same; log a warning if not.
+
+    A result is None if there is no kernel for the sample.
+    """
+    try:
+        for made, expected in results():
+            if made is None:
+                return False
+            if not all(map(is_same, _all(made), _all(expected))):
+                _log.warning("%s gives other numbers on %s: PyTorch's operations run", name, device)
+                return False
+    except ImportError:
         return False
+    except Exception as error:  # of a compiler, or a driver
+        _log.warning("%s does not run on %s, where PyTorch's operations run: %s", name, device, error)
+        return False
+    return True
+
+
+def sample(device: torch.device, n: int) -> Tensor:
+    """Return numbers with zeros, subnormal and large numbers, ties and NaN, to test a kernel."""
+    x = torch.linspace(-3, 4, n, device=device).exp() * (torch.arange(n, device=device) // 1000 - 1)
+    x[:7] = torch.tensor([0.0, 1e-40, 3e38, 63.5, 62.5, -0.0, 127.0], device=device)
+    x[2500:2501] = math.nan
+    return x
 
 
 def operator(name: str, schema: str, run: Callable[..., Any], *, kernel: str, sample: Sample) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from fnddp.device import device_of
 from fnddp.ir.program import Collective
+from fnddp.kernels.leaves import OUT
 from fnddp.torch_private import UNSAFE_VIEWS
 
 
@@ -50,6 +51,11 @@ def _makes_view(function: Any) -> bool:
         return True
     returned = getattr(getattr(function, "_schema", None), "returns", ())  # Python functions have no schema
     return any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
+
+
+def is_made_in_list(node: fx.Node) -> bool:
+    """Return whether `node` is one of the results of an operator on lists, which can write each into memory."""
+    return node.target is operator.getitem and node.all_input_nodes[0].target in OUT
 
 
 def is_light(node: fx.Node) -> bool:

@@ -18,6 +18,7 @@ from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Tree
 from fnddp.ir.plan_data import require_backend
 from fnddp.ir.program import Collective, Divisor, Grad, Held, LeafSpec, StatePart
+from fnddp.kernels.leaves import OUT
 from fnddp.plan.draft import Donation, Draft, Request, copied
 from fnddp.plan.graph import launch, launch_of, numbers, output_nodes, take, value
 from fnddp.plan.passes.combine import combine
@@ -229,8 +230,8 @@ def _peak_bytes(draft: Draft) -> int:
     now = peak = 0
     freed: dict[float, int] = {}
     for when, node in enumerate(nodes):
-        is_new = node not in placement.stored_in and node not in placement.targets and node.target not in (launch, take)
-        if is_new:
+        is_placed = node in placement.stored_in or node in placement.targets
+        if not is_placed and node.target not in (launch, take, *OUT):
             now += _nbytes(value(node))
             peak = max(peak, now)
             last = last_read.get(node, when)

@@ -1,8 +1,10 @@
 """Carriers: reducers that send encoded payloads, decode them, and add the decoded values."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fnddp.core import collectives, layout, tree
 from fnddp.core.codec import Carrier, Encoded, Key, Layers, encode, wide
@@ -11,6 +13,7 @@ from fnddp.core.opaque import rounded, shortened
 from fnddp.core.sync import Local, Remembered, State, registry, require_state, transform
 from fnddp.core.table import Cut, Hop, Table
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
+from fnddp.kernels.leaves import DECODE, ENCODE, REDUCE, SENT, batches_for_operators, text_of
 
 
 @transform
@@ -115,6 +118,9 @@ class two_shot_mean(Carrier):
     def carry_flat(self, layers: Layers, leaves: Leaves, state: State) -> tuple[Leaves, Leaves, State]:
         group = group_name(self.group)
         n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
+        batches = {} if self.server_memory else batches_for_operators(layers, leaves)
+        if batches:
+            return *_carried_by_operators(text_of(layers), batches, group), state
         table = Table(n, {path: Cut(x.numel(), -(-x.numel() // n)) for path, x in leaves.items()})
         counts = table.counts(leaves) if layers else {}
         first = Hop.of(table, layers, table.rows(leaves), rank, counts)
@@ -157,6 +163,34 @@ class two_shot_mean(Carrier):
     def __repr__(self) -> str:
         options = super().__repr__().removeprefix("two_shot_mean")
         return "two_shot" if options == "()" else f"two_shot{options}"
+
+
+def _carried_by_operators(codec: str, batches: Mapping[str, Leaves], group: str | None) -> tuple[Leaves, Leaves]:
+    """Return mean and sent of `two_shot`: the same numbers, by one operation for each hop and batch."""
+    n, ranks = collectives.world_size(group), (collectives.rank(group), collectives.ranks(group))
+    about: dict[str, Any] = {}
+    sent: dict[tuple[str, int], Tensor] = {}
+    again: dict[tuple[str, int], Tensor] = {}
+    for name, batch in batches.items():
+        first = next(iter(batch.values()))
+        about[name] = [x.numel() for x in batch.values()], n, first.dtype
+        sent |= {(name, i): x for i, x in enumerate(ENCODE.default(codec, list(batch.values()), *about[name]))}
+    moved = collectives.all_to_all_leaves(sent, group)
+    for name in batches:
+        made = REDUCE.default(codec, _of(moved, name), *about[name], *ranks)
+        again |= {(name, i): x for i, x in enumerate(made)}
+    gathered = collectives.gather_rows(again, group)
+    means: Leaves = {}
+    sents: Leaves = {}
+    for name, batch in batches.items():
+        means |= zip(batch, DECODE.default(codec, _of(gathered, name), *about[name]), strict=True)
+        parts = (_of(parts, name) for parts in (sent, moved, again))
+        sents |= zip(batch, SENT.default(codec, *parts, *about[name], *ranks), strict=True)
+    return means, sents
+
+
+def _of(parts: Mapping[tuple[str, int], Tensor], name: str) -> list[Tensor]:
+    return [part for (of, _), part in sorted(parts.items(), key=lambda each: each[0]) if of == name]
 
 
 two_shot = two_shot_mean()

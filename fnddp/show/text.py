@@ -58,6 +58,9 @@ def line(operation: Operation) -> str:
     if operation.spec is None and operation.function == "copy":
         return f"{made} = {_argument(operation.arguments[0])}{more}"
     arguments = [_argument(argument) for argument in operation.arguments]
+    if operation.leaves:
+        read = "".join(f" from {argument}" for argument in arguments)
+        return f"{operation.function} of {count(operation.leaves, 'leaf', 'leaves')}{read} -> {made}"
     arguments += [f"{key}={_argument(argument)}" for key, argument in operation.options]
     spec = "" if operation.spec is None else f": {operation.spec}"
     place = "" if operation.written is None else f" in {name(operation.written)}"

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fnddp.ir.program import Collective, LoweringError, PayloadSpec
+from fnddp.kernels.leaves import OUT
 from fnddp.plan.draft import Draft
 from fnddp.plan.graph import call, is_light, launch, sorted_topologically, take, tensor_nodes, value
 from fnddp.torch_private import fake_like, functional_collectives
@@ -180,14 +181,14 @@ def _replace(graph: fx.Graph, members: Sequence[Traced], collective: Collective)
         for position, traced in enumerate(members):
             result = graph.call_function(take, (launched, position))
             like = value(traced.waited)
-            if not collective.has_gaps:
-                result.meta["val"] = like
-            else:  # columns of the buffer: later nodes were traced without gaps
+            result.meta["val"] = like
+            if collective.has_gaps:  # columns of the buffer: later nodes were traced without gaps
                 rows, width = collective.received_shape(position)
                 result.meta["val"] = fake_like(like, (rows, width), 2 * width)
-                options = {"memory_format": torch.contiguous_format}
-                result = call(graph, aten.clone.default, (result,), options, fake_like(like, (rows, width)))
-                result = call(graph, aten.view.default, (result, list(like.shape)), {}, like)
+                if like.ndim != 2 or any(user.target not in OUT for user in traced.waited.users):
+                    options = {"memory_format": torch.contiguous_format}
+                    result = call(graph, aten.clone.default, (result,), options, fake_like(like, (rows, width)))
+                    result = call(graph, aten.view.default, (result, list(like.shape)), {}, like)
             traced.waited.replace_all_uses_with(result)
             graph.erase_node(traced.waited)
             graph.erase_node(traced.node)

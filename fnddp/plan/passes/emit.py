@@ -29,8 +29,20 @@ from fnddp.ir.program import (
     Sent,
     Temp,
 )
+from fnddp.kernels.leaves import OUT
 from fnddp.plan.draft import Draft, DraftSegment
-from fnddp.plan.graph import is_light, is_tensor, launch, launch_of, output_nodes, take, take_of, value
+from fnddp.plan.graph import (
+    is_light,
+    is_made_in_list,
+    is_tensor,
+    is_view,
+    launch,
+    launch_of,
+    output_nodes,
+    take,
+    take_of,
+    value,
+)
 from fnddp.plan.passes.foreach import is_in_place, is_whole
 from fnddp.plan.passes.place import COPIES, PRODUCTS, elementwise
 from fnddp.torch_private import FOREACH, foreach_copy
@@ -202,8 +214,11 @@ class _Emitter:
             if node in draft.batches:
                 self._compute_all(draft.batches[node])
                 joined.update(draft.batches[node])
+            elif node.target in OUT:
+                self._compute_list(node)
             elif node.target is not take and node not in joined:
-                self._compute(node)
+                if node not in self.made:
+                    self._compute(node)
                 if not is_light(node):
                     self._pack(node)
         if segment.launches is not None:
@@ -219,6 +234,37 @@ class _Emitter:
         else:
             self.made[node] = self._write(node, arguments, options, self._destination(target, node))
         self._record(node)
+
+    def _compute_list(self, node: fx.Node) -> None:
+        """Call an operator on lists, which writes each result to its place."""
+        results: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
+        places: list[Variable] = []
+        for i, made in enumerate(value(node)):
+            target = self._placement.targets.get(results[i]) if i in results else None
+            if target is None:
+                options = {"dtype": made.dtype, "device": made.device}
+                places.append(self.script.call(torch.empty, [list(made.shape)], options))
+            else:
+                places.append(self._destination(target, results[i]))
+        self.script.call(OUT[node.target], self._values(node.args), {"out": places})
+        self.made |= {made: places[i] for i, made in results.items()}
+        self._record_list(node, results[min(results)])
+
+    def _record_list(self, node: fx.Node, first: fx.Node) -> None:
+        arguments: Any = node.args
+        codec, given = arguments[:2]
+        counts = next(each for each in arguments[2:] if isinstance(each[0], int))
+        source = name_of(given[0], self._names)
+        target = self._placement.targets.get(first)
+        self.operations.append(
+            Operation(
+                made=Temp(first.name) if target is None else name_of(target, self._names),
+                spec=None,
+                function=f"{_function(node).removesuffix('_leaves')} {codec}",
+                arguments=(source,) if isinstance(source, Received) else (),
+                leaves=len(counts),
+            )
+        )
 
     def _write(self, node: fx.Node, arguments: Any, options: Any, place: Variable) -> Variable:
         if self._is_compiled:  # Inductor fuses the copy, and refuses an `out` with gaps
@@ -344,6 +390,10 @@ class _Emitter:
         return self.inputs[name]
 
     def _record(self, node: fx.Node, count: int = 1) -> None:
+        if is_view(node) and (
+            is_made_in_list(node.all_input_nodes[0]) or all(user.target in OUT for user in node.users)
+        ):
+            return
         written = name_of(self._placement.targets.get(node), self._names)
         is_only_sent = isinstance(written, Sent) and all(user.target is launch for user in node.users)
         made: Any = value(node)

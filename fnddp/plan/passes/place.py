@@ -14,8 +14,19 @@ from torch import Tensor, fx
 
 from fnddp.device import device_of
 from fnddp.ir.program import LeafSpec, Mean, Scratch, Sent
+from fnddp.kernels.leaves import OUT
 from fnddp.plan.draft import Donation, Draft, Storage
-from fnddp.plan.graph import is_light, is_tensor, is_view, launch, launch_of, output_nodes, placeholders, value
+from fnddp.plan.graph import (
+    is_light,
+    is_made_in_list,
+    is_tensor,
+    is_view,
+    launch,
+    launch_of,
+    output_nodes,
+    placeholders,
+    value,
+)
 from fnddp.torch_private import elementwise_out
 from fnddp.wire.kinds import SUM, SUM_INTO
 
@@ -56,6 +67,7 @@ class _Memories:
         self.memory = draft.placement.holder
         inputs, outputs = placeholders(graph), output_nodes(graph)
         self.when = {node: i for i, node in enumerate(self.nodes)}
+        self.when |= {node: self.when[node.all_input_nodes[0]] for node in self.nodes if is_made_in_list(node)}
         self.leaves = dict(zip(inputs, paths, strict=False))
         self.leaf_at = dict(zip(paths, inputs, strict=False))
         parts, means, state = inputs[len(paths) :], outputs[: len(paths)], outputs[len(paths) :]
@@ -82,7 +94,8 @@ class _Memories:
 
     def decide(self, node: fx.Node) -> None:
         """Assign a place to `node`, by the first rule that returns one."""
-        if node.target not in COPIES and node.target not in PRODUCTS and elementwise(node.target) is None:
+        is_writable = node.target in COPIES or node.target in PRODUCTS or elementwise(node.target) is not None
+        if not (is_writable or is_made_in_list(node)):
             return
         payload = self._payload(node)
         if payload is not None:
@@ -132,11 +145,14 @@ class _Memories:
 
     def _payload(self, node: fx.Node) -> Sent | None:
         """Return the only payload that `node` becomes, directly or by an operation that writes over it; or None."""
-        if len(node.users) != 1 or node.target in PRODUCTS:  # products are slower with gaps between rows
+        is_shared = any(user.target in OUT for user in node.users)  # operators on lists read it in the buffer
+        users = [user for user in node.users if user.target not in OUT] if is_made_in_list(node) else list(node.users)
+        if len(users) != 1 or node.target in PRODUCTS:  # products are slower with gaps between rows
             return None
-        (user,) = node.users
+        (user,) = users
         is_written_over = (
             elementwise(user.target) is not None
+            and not is_shared
             and _is_first_only(user, node)
             and _same_layout(value(node), value(user))
         )

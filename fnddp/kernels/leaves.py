@@ -1,0 +1,253 @@
+"""Operators of carriers on all leaves of a bucket, each a single operation of a plan: encode, reduce, decode, sent.
+
+A payload is a list of parts, `[ranks, ...]`, with the blocks of all leaves; rows may have gaps between them. The
+references join leaves with blocks of one size, and call the codecs. A kernel computes the same bits from the leaves
+themselves.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fnddp.core.codec import Codec, Encoded, Key, Layers, Payload, encode, unit_of
+from fnddp.core.opaque import rounded
+from fnddp.core.table import Batch, Cut, Table, added_up
+from fnddp.core.tree import Leaves
+from fnddp.device import device_of
+from fnddp.kernels.operator import KEYS, sample, takes_operators, works
+from fnddp.torch_private import foreach_copy, without_modes
+from fnddp.wire.groups import current
+
+_LAYERS: dict[str, Layers] = {}  # by the text of the outermost codec: an argument of an operator is text
+KEY = Key("", 0)
+
+
+class Group(NamedTuple):
+    """Leaves that the reference encodes together, by index, as tensors without values."""
+
+    batch: Batch
+    table: Table
+    like: Encoded
+
+
+def batches_for_operators(layers: Layers, leaves: Leaves) -> dict[str, Leaves]:
+    """Return the leaves that operators process together, by the first path; none unless operators can take them all."""
+    bucket_of = current().bucket_of
+    if not layers or bucket_of is None:
+        return {}
+    made: dict[Any, Leaves] = {}
+    for path, leaf in leaves.items():
+        if not takes_operators(leaf) or unit_of(layers, leaf.numel()) is None:
+            return {}
+        bucket = bucket_of(path)
+        made.setdefault((path if bucket is None else bucket, leaf.dtype, leaf.device), {})[path] = leaf
+    return {next(iter(batch)): batch for batch in made.values()}
+
+
+def text_of(layers: Layers) -> str:
+    """Return the text that stands for `layers` in the arguments of operators."""
+    text = repr(layers[0].codec)
+    _LAYERS[text] = layers
+    return text
+
+
+@lru_cache(maxsize=1024)
+def _groups(codec: str, counts: tuple[int, ...], n: int, dtype: torch.dtype, device: torch.device) -> tuple[Group, ...]:
+    """Return leaves in groups by the size of their blocks; large leaves alone, because joining them costs more."""
+    layers, cuts = _LAYERS[codec], [Cut(count, -(-count // n)) for count in counts]
+    members: dict[Any, dict[str, Cut]] = {}
+    for i, cut in enumerate(cuts):
+        is_heavy = cut.count * dtype.itemsize > device_of(device).light_bytes
+        members.setdefault((unit_of(layers, cut.width), i if is_heavy else None), {})[str(i)] = cut
+    made: list[Group] = []
+    for (unit, _), of_group in members.items():
+        with without_modes():
+            rows = {i: torch.empty(n, cut.width, dtype=dtype, device="meta") for i, cut in of_group.items()}
+            batch = Batch(rows, unit)
+            made.append(Group(batch, Table(n, of_group), encode(layers, batch.x, KEY)))
+    return tuple(made)
+
+
+def _parts(groups: Sequence[Group], payload: Sequence[Tensor]) -> Iterator[tuple[Group, Payload]]:
+    """Split the parts of a payload by group."""
+    named = dict(zip(groups[0].like.payload, payload, strict=True))
+    at = dict.fromkeys(named, 0)
+    for group in groups:
+        parts: Payload = {}
+        for name, like in group.like.payload.items():
+            size = like[0].numel()
+            parts[name] = named[name][:, at[name] : at[name] + size].reshape(-1, *like.shape[1:])
+            at[name] += size
+        yield group, parts
+
+
+def _joined(payloads: Sequence[Payload]) -> list[Tensor]:
+    parts = [[each[name].flatten(1) for each in payloads] for name in payloads[0]]
+    return [torch.cat(part, 1) if len(part) > 1 else part[0] for part in parts]
+
+
+def _leaves(group: Group, x: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    for i, rows in group.batch.split(x).items():
+        yield int(i), rounded(rows.reshape(-1)[: group.table.cuts[i].count], dtype)
+
+
+def _mean(group: Group, payload: Payload, rank: int, ranks: int) -> Tensor:
+    """Return the mean of decoded rows, `[1, pieces, unit]`, with zeros for padding."""
+    total = added_up(group.like.decode, payload, group.table.n, group.batch.x[0])
+    lengths = {path: group.table.count(path, rank) for path in group.batch.paths}
+    return group.batch.cleared((total / ranks).unsqueeze(0), lengths, is_kept=True)
+
+
+def _encode_leaves(codec: str, x: list[Tensor], counts: list[int], n: int, dtype: torch.dtype) -> list[Tensor]:
+    payloads: list[Payload] = []
+    for group in _groups(codec, tuple(counts), n, dtype, x[0].device):
+        rows = group.table.rows({i: x[int(i)] for i in group.batch.paths})
+        payloads.append(encode(_LAYERS[codec], group.batch.join(rows), KEY).payload)
+    return _joined(payloads)
+
+
+def _reduce_leaves(
+    codec: str, payload: list[Tensor], counts: list[int], n: int, dtype: torch.dtype, rank: int, ranks: int
+) -> list[Tensor]:
+    payloads: list[Payload] = []
+    for group, parts in _parts(_groups(codec, tuple(counts), n, dtype, payload[0].device), payload):
+        payloads.append(encode(_LAYERS[codec], rounded(_mean(group, parts, rank, ranks), dtype), KEY).payload)
+    return _joined(payloads)
+
+
+def _decode_leaves(codec: str, payload: list[Tensor], counts: list[int], n: int, dtype: torch.dtype) -> list[Tensor]:
+    groups = _groups(codec, tuple(counts), n, dtype, payload[0].device)
+    found = dict(
+        leaf for group, parts in _parts(groups, payload) for leaf in _leaves(group, group.like.decode(parts), dtype)
+    )
+    return [found[i] for i in range(len(counts))]
+
+
+def _sent_leaves(
+    codec: str, payload: list[Tensor], moved: list[Tensor], again: list[Tensor], counts: list[int], n: int,
+    dtype: torch.dtype, rank: int, ranks: int,
+) -> list[Tensor]:  # fmt: skip
+    groups = _groups(codec, tuple(counts), n, dtype, payload[0].device)
+    found: dict[int, Tensor] = {}
+    for (group, mine), (_, parts), (_, encoded) in zip(
+        *(_parts(groups, each) for each in (payload, moved, again)), strict=True
+    ):
+        lost = group.like.decode(encoded) - _mean(group, parts, rank, ranks)
+        owned = torch.arange(n, device=lost.device).view(n, 1, 1) == rank
+        found |= _leaves(group, group.like.decode(mine) + torch.where(owned, ranks * lost, 0), dtype)
+    return [found[i] for i in range(len(counts))]
+
+
+@lru_cache(maxsize=1024)
+def _kernel(codec: str, counts: tuple[int, ...], n: int, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return the bits of an element and the place of each leaf, for kernels; None if the codec has none."""
+    from fnddp.kernels.blocks import Place  # needs Triton
+
+    layers, found, block, byte = _LAYERS[codec], dict[int, Place](), 0, 0
+    bits = layers[0].codec.kernel_bits if isinstance(layers[0].codec, Codec) and len(layers) == 1 else None
+    if bits is None:
+        return None
+    for group in _groups(codec, counts, n, dtype, device):
+        for i in map(int, group.batch.paths):
+            width = -(-counts[i] // n)
+            unit = unit_of(layers, width) or width
+            found[i] = Place(counts[i], width, unit, block, byte)
+            block += -(-width // unit)
+            byte += -(-width // unit) * -(-unit * bits // 8)
+    return bits, tuple(found[i] for i in range(len(counts)))
+
+
+class LeavesOperator:
+    """An operator on lists of tensors, `default`, and `out`, which writes to existing ones.
+
+    Its arguments are the codec's text, lists of tensors, the number of elements of each leaf, the number of ranks, and
+    the dtype of leaves; with `moved` also this rank and the divisor of the mean.
+
+    Args:
+        name: The name of the operator.
+        lists: The names of the lists.
+        makes: The name of the result: leaves "x", a "payload" with a row for each rank, or one row, "again".
+        run: The reference.
+    """
+
+    def __init__(self, name: str, lists: tuple[str, ...], makes: str, run: Callable[..., list[Tensor]]) -> None:
+        self.name, self.run, self._lists, self._makes = name, run, lists, makes
+        schema = f"str codec, {', '.join(f'Tensor[] {each}' for each in lists)}, int[] counts, int n, ScalarType dtype"
+        schema += ", int rank, SymInt ranks" if "moved" in lists else ""
+        torch.library.define(f"fnddp::{name}", f"({schema}) -> Tensor[]", tags=())
+        torch.library.define(f"fnddp::{name}.out", f"({schema}, *, Tensor(a!)[] out) -> ()", tags=())
+        for key, into in (("CompositeExplicitAutograd", self._copied), *((key, self._by_kernel) for key in KEYS)):
+            torch.library.impl(f"fnddp::{name}", key, partial(self._made, into))
+            torch.library.impl(f"fnddp::{name}.out", key, into)
+        torch.library.register_fake(f"fnddp::{name}", self.like)
+        packet = getattr(torch.ops.fnddp, name)
+        self.default, self.out = packet.default, packet.out
+
+    def like(self, codec: str, *arguments: Any) -> list[Tensor]:
+        """Return tensors like the results, with arbitrary values."""
+        first, (counts, n, dtype) = arguments[0][0], arguments[len(self._lists) :][:3]
+        if self._makes == "x":
+            return [first.new_empty(count, dtype=dtype) for count in counts]
+        payloads = [group.like.payload for group in _groups(codec, tuple(counts), n, dtype, first.device)]
+        widths = {name: sum(each[name][0].numel() for each in payloads) for name in payloads[0]}
+        rows = n if self._makes == "payload" else 1
+        return [first.new_empty((rows, width), dtype=payloads[0][name].dtype) for name, width in widths.items()]
+
+    def kernel(self, codec: str, *arguments: Any, out: list[Tensor]) -> bool:
+        """Write the results to `out` by a kernel; return False if there is none."""
+        from fnddp.kernels import blocks  # needs Triton
+
+        counts, n, dtype, *numbers = arguments[len(self._lists) :]
+        found: Any = _kernel(codec, tuple(counts), n, dtype, out[0].device)
+        given = dict(zip(self._lists, arguments, strict=False)) | {self._makes: out}
+        return found is not None and blocks.run(self.name, found[0], found[1], given, n, dtype, *numbers)
+
+    def _made(self, into: Callable[..., None], *arguments: Any) -> list[Tensor]:
+        out = self.like(*arguments)
+        into(*arguments, out=out)
+        return out
+
+    def _copied(self, *arguments: Any, out: list[Tensor]) -> None:
+        foreach_copy(out, self.run(*arguments))
+
+    def _by_kernel(self, codec: str, *arguments: Any, out: list[Tensor]) -> None:
+        with device_of(out[0].device).selected():
+            dtype = arguments[len(self._lists) + 2]
+            if not (_works(codec, dtype, out[0].device) and self.kernel(codec, *arguments, out=out)):
+                self._copied(codec, *arguments, out=out)
+
+
+ENCODE = LeavesOperator("encode_leaves", ("x",), "payload", _encode_leaves)
+REDUCE = LeavesOperator("reduce_leaves", ("moved",), "again", _reduce_leaves)
+DECODE = LeavesOperator("decode_leaves", ("payload",), "x", _decode_leaves)
+SENT = LeavesOperator("sent_leaves", ("payload", "moved", "again"), "x", _sent_leaves)
+OUT = {each.default: each.out for each in (ENCODE, REDUCE, DECODE, SENT)}
+"""Operators on lists, and their forms that write to existing tensors."""
+
+
+@cache
+def _works(codec: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the kernels give the numbers of the references on a device."""
+    with without_modes():
+        return works(f"the kernels of {codec}", device, lambda: samples(codec, dtype, device))
+
+
+def samples(codec: str, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """Yield results of each kernel and of its reference; None for the first without a kernel."""
+    x = [sample(device, count).to(dtype) for count in (3000, 7, 130)]
+    given: Any = [each.numel() for each in x], 3, dtype
+    payload = ENCODE.run(codec, x, *given)
+    again = REDUCE.run(codec, payload, *given, 1, 3)
+    calls = (
+        (ENCODE, [x], ()),
+        (REDUCE, [payload], (1, 3)),
+        (DECODE, [payload], ()),
+        (SENT, [payload] * 2 + [again], (1, 3)),
+    )
+    for operator, lists, numbers in calls:
+        out = operator.like(codec, *lists, *given, *numbers)
+        is_made = operator.kernel(codec, *lists, *given, *numbers, out=out)
+        yield out if is_made else None, operator.run(codec, *lists, *given, *numbers)
