@@ -3,7 +3,7 @@
     python benchmarks/convergence.py train     # one line of json for each run, into results/; skips what is there
     python benchmarks/convergence.py report    # tables, the plots and the data of `fnddp.choose`, from what is there
     python benchmarks/convergence.py --quick   # both in a minute, into a temporary folder
-    python benchmarks/convergence.py train --few-bits --ranks 8     # and report: rotations, small residuals, two levels
+    python benchmarks/convergence.py train --few-bits     # and report: rotations, small residuals, two levels
 
 Each pipeline is trained at the learning rate that is best for the plain mean and, where it loses something there,
 at its own best. A run is one process's: the ranks are simulated (`fnddp.simulate_training`), and runs on 8 and on 64
@@ -574,9 +574,9 @@ def report(
 def report_few_bits(out: Path) -> None:
     """Gaps at the plain mean's learning rate, of what has been run with all seeds."""
     found = found_in(lines_of(out))
-    settings = [Setting(task, optimizer, SEARCHED_ON) for optimizer in RATE for task in TASKS]
     same = {(x.setting, x.pipeline): str(x.same) for x in results(found, FEW_BITS)}
-    parts = [f"| pipeline | {' | '.join(f'{x.task}, {x.optimizer}' for x in settings)} |"]
+    settings = sorted({setting for setting, _ in same}, key=lambda x: (x.n, list(RATE).index(x.optimizer), x.task))
+    parts = [f"| pipeline | {' | '.join(f'{x.task}, {x.optimizer}, {x.n} ranks' for x in settings)} |"]
     parts.append("| --- |" + " --: |" * len(settings))
     for text in FEW_BITS[1:]:
         cells = [same.get((setting, text), "not run") for setting in settings]
