@@ -471,8 +471,8 @@ def test_gradients_are_changed_with_what_is_added_and_not_synchronized_yet(rank:
     [
         ("closure", TypeError, "got a closure"),
         ("closure on one rank", TypeError, "got a closure"),
-        ("only no_sync", RuntimeError, "that no backward has synchronized"),
-        ("last no_sync", RuntimeError, "that no backward has synchronized"),
+        ("only no_sync", RuntimeError, "is not synchronized: its backward ran within no_sync"),
+        ("last no_sync", RuntimeError, "is not synchronized: its backward ran within no_sync"),
         ("new parameter", RuntimeError, "has no owner"),
         ("join", TypeError, "weight\\(0\\)"),
         ("create_graph", RuntimeError, "create_graph=True has none"),
@@ -830,7 +830,7 @@ def test_what_a_failed_step_has_left_is_not_saved(rank: int, tmp_path: Path):
         model.optimizer_state_dict,
         model.optimizer_checkpoint().state_dict,
     ):
-        with pytest.raises(RuntimeError, match="are of two steps, and no checkpoint"):
+        with pytest.raises(RuntimeError, match="so there is no consistent checkpoint"):
             use()
 
 

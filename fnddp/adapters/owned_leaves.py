@@ -145,8 +145,8 @@ class OwnedLeaves(OwnedOptimizer):
         for name, p in self.parameters.items():
             if (p.grad.added if isinstance(p.grad, OwnedGradient) else p.grad) is not None:
                 raise RuntimeError(
-                    f"own: {name!r} has a gradient that no backward has synchronized, of a backward within no_sync, or "
-                    "of the module itself; run the last backward of a step outside of no_sync, on the wrapped model"
+                    f"own: the gradient of {name!r} is not synchronized: its backward ran within no_sync, or on the "
+                    "module itself; run the last backward of a step outside of no_sync, on the wrapped model"
                 )
 
     def _rows(self, name: str) -> Tensor:

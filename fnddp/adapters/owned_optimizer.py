@@ -161,8 +161,8 @@ class OwnedOptimizer(ABC):
         for p in (p for group in self.optimizer.param_groups for p in group["params"]):
             if p.requires_grad and id(p) not in ids:
                 raise RuntimeError(
-                    f"{self.who}: {type(self.optimizer).__name__} has got a parameter of shape {tuple(p.shape)} since "
-                    f"it was given to {self.who}, which has no owner; add it before"
+                    f"{self.who}: a parameter of shape {tuple(p.shape)} was added to {type(self.optimizer).__name__} "
+                    f"after {self.who} was called, so it has no owner; add it before"
                 )
 
     def require_consistent(self) -> None:
@@ -171,8 +171,8 @@ class OwnedOptimizer(ABC):
         self.require_same_parameters()
         if (error := self.failure) is not None:
             raise RuntimeError(
-                f"{self.who}: a step has failed ({type(error).__name__}: {error}), so weights and the state of "
-                "optimizers are of two steps, and no checkpoint; restart from one of before"
+                f"{self.who}: a step failed ({type(error).__name__}: {error}) after some owners had updated "
+                "their leaves, so there is no consistent checkpoint; restart from an earlier one"
             ) from error
 
     # States by index, which torch's own methods save and load
@@ -246,7 +246,7 @@ class OwnedOptimizer(ABC):
         return groups
 
     def dtensor(self, name: str, value: Any) -> Any:
-        """Return a value of a checkpoint, as a DTensor if it has rows of a leaf of which other ranks own others."""
+        """Return a value of a checkpoint; as a DTensor if other ranks own further rows of its leaf."""
         if not isinstance(value, Tensor):
             return value
         if self.owners.owner(name) is not None or value.shape != self.own[name].shape:
@@ -333,8 +333,8 @@ class OwnedStates:
         groups, mine = list(saved["param_groups"]), self.groups()
         if [set(group["params"]) for group in groups] != [set(group["params"]) for group in mine]:
             raise ValueError(
-                f"load_optimizer_state_dict: the groups of parameters are {[len(g['params']) for g in groups]} "
-                f"parameters long, and those here {[len(g['params']) for g in mine]}, or have other names; load it "
+                f"load_optimizer_state_dict: the saved groups have {[len(g['params']) for g in groups]} "
+                f"parameters and those here {[len(g['params']) for g in mine]}, or their names differ; load it "
                 "with the same optimizers, in the same order"
             )
         states: dict[str, dict[str, Any]] = {}

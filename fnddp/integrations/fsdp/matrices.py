@@ -136,8 +136,8 @@ class Matrices(OwnedOptimizer, OwnedStates):
         replaced = [name for name, p in self.parameters.items() if self._model.get_parameter(name) is not p]
         if replaced:
             raise RuntimeError(
-                f"own_matrices: {replaced[0]!r} is another parameter of the model now, which the optimizer does not "
-                "have; load_state_dict without assign=True, or make the optimizer and call own_matrices after it"
+                f"own_matrices: {replaced[0]!r} was replaced in the model, and the optimizer does not have the new "
+                "parameter; load_state_dict without assign=True, or make the optimizer and call own_matrices after it"
             )
         self.follow()
         self.is_over, self._course, done = False, self._exchanges(), None
@@ -203,8 +203,8 @@ class Matrices(OwnedOptimizer, OwnedStates):
             raise StepFailedError(f"{type(self.optimizer).__name__}.step on another rank {what}; see its own error")
         if last != -first:
             raise RuntimeError(
-                "own_matrices: ranks do not have gradients of the same matrices, or step another optimizer, and "
-                f"nothing has changed; this rank has those of {with_gradient}. Step optimizers in the same order on "
+                "own_matrices: ranks have gradients of different matrices, or step different optimizers, and "
+                f"nothing has changed; this rank has gradients of {with_gradient}. Step optimizers in the same order on "
                 "all ranks, and clear gradients on all ranks, or on none"
             )
         if not has_changes:
