@@ -204,7 +204,7 @@ class Matrices(OwnedOptimizer, OwnedStates):
         if last != -first:
             raise RuntimeError(
                 "own_matrices: ranks have gradients of different matrices, or step different optimizers, and "
-                f"nothing has changed; this rank has gradients of {with_gradient}. Step optimizers in the same order on "
+                f"nothing has changed; this rank has gradients of {with_gradient}. Step optimizers in one order on "
                 "all ranks, and clear gradients on all ranks, or on none"
             )
         if not has_changes:
