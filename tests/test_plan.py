@@ -172,8 +172,9 @@ def test_leaves_without_elements_do_not_travel():
 
 
 def test_second_rounds_follow_the_first_round_of_the_next_bucket():
-    leaves = params(**{f"w{i}": (32, 32) for i in range(3)})
-    sync = powersgd(allreduce, rank=1, orthogonalization="qr")  # leaf by leaf: small buckets share a stack otherwise
+    # Leaf by leaf: otherwise small buckets share a stack, of factors or of matrices of one shape.
+    leaves = params(**{f"w{i}": (32, 32 + i) for i in range(3)})
+    sync = powersgd(allreduce, rank=1, orthogonalization="qr")
     plan = lower(sync, leaves, world_size=2, bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
     order = [(c.bucket, c.depth) for c in plan.collectives]
     assert order == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]

@@ -243,6 +243,24 @@ def functional(text: str, found: Checker) -> None:
             params = {name: p if (mean := grads.get(name)) is None else p - 0.1 * mean for name, p in params.items()}
 
 
+def within_a_callable(text: str, found: Checker) -> None:
+    """Steps on the stream where they will be captured, called on two streams."""
+    model, streams = module(text), [found.main, found.new_stream("other")]
+    optimizer = sgd(model)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        value = model(x).square().mean()
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    run = fnddp.make_graphed_callable(step, num_warmup_iters=4)
+    for i in range(4):
+        with found.training(i), found.on(streams[i % 2]):
+            read([run(torch.ones(4, 12) * i)])
+
+
 def registered(text: str, found: Checker) -> None:
     """On torch's DistributedDataParallel, of one rank, whose own copies are noted as well."""
     model = TorchDDP(net(), bucket_cap_mb=0.0005)
@@ -281,6 +299,7 @@ SCENARIOS = [
         eagerly,
         exchanging_parameters,
         run_by_inductor,
+        within_a_callable,
     ),
 ]
 # A node alone: see GROUPS; what is a scenario; and means that are no gradients of a module.
@@ -341,6 +360,9 @@ def test_only_one_file_knows_streams():
 
 # The scenario that needs each of them.
 NEEDED = {
+    "adapters/graphs.py __call__ wait": within_a_callable,
+    "adapters/graphs.py __call__ wait in adapters/graphs.py:88": within_a_callable,
+    "adapters/graphs.py __call__ keep": within_a_callable,
     "core/collectives.py results waited": eagerly,
     "run/program.py begin keep": weighted,
     "run/step.py _start wait": with_backward_on_several_streams,

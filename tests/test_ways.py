@@ -359,7 +359,7 @@ def the_optimizers_own_methods(way: type[Way], rank: int, _: Path) -> Any:
     disturbed, straight = two(way)
     saved = copy.deepcopy(disturbed.optimizer.state_dict())
     if way.owns:
-        with pytest.raises(ValueError, match=r"this state of .* is that of the leaves '"):
+        with pytest.raises(ValueError, match=r"this state of .* is for the leaves '"):
             disturbed.optimizer.load_state_dict(gather(saved)[1 - rank])
     disturbed.optimizer.state.clear()
     disturbed.optimizer.load_state_dict(saved)
@@ -601,7 +601,7 @@ def check_another_process_group(rank: int, name: str) -> None:
         group = dist.new_group()
         named = DistributedDataParallel(training.net(), process_group=group)
         dist.destroy_process_group(group)
-        with pytest.raises(RuntimeError, match="and now it runs without a process group"):
+        with pytest.raises(RuntimeError, match="but it now runs without a process group"):
             named(training.batch(rank, 1))
     again = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()

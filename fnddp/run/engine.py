@@ -387,7 +387,8 @@ class Engine:
 
         Other ranks may still wait in collectives of the failed step, and would match them with those of the next step.
         """
-        self.lane.require_whole()
+        if self.refused is not None:
+            self.lane.require_whole()
         if isinstance(self.wire, Elastic) and (self.wire.epoch != self.lane.epoch or self.wire.lost is not None):
             self.broken = None  # an epoch that lost a rank sends nothing more, so steps stay consistent
         if self.broken is not None:

@@ -200,7 +200,8 @@ FINDS: dict[str, tuple[Callable[[int, str], Any], str]] = {
     "wire/control.py _broadcast_over waited": (with_messages, "side"),
     "wire/control.py _gathered waited": (with_messages, "side"),
 }
-APART = ["wire/c10d.py", "cost/measure.py"]  # wait in threads, for gloo; and for links that are measured
+# Wait in threads, for gloo; for links that are measured; and for steps to capture, in tests/test_streams.py.
+APART = ["wire/c10d.py", "cost/measure.py", "adapters/graphs.py"]
 RANKS = {with_weights_sharded_again: 4}
 
 
