@@ -235,7 +235,7 @@ def test_an_error_of_an_owner_is_one_on_all_ranks(rank: int, fails_at: int):
         sharded.muon.step()
     with pytest.raises(RuntimeError, match="an earlier step failed"):
         sharded.muon.step()
-    with pytest.raises(RuntimeError, match="two steps, and no checkpoint"):
+    with pytest.raises(RuntimeError, match="so there is no consistent checkpoint"):
         sharded.matrices.optimizer_state_dict()
     assert all(map(torch.equal, sharded.weights(), before))
     assert all(p.grad is not None for p in sharded.muon.param_groups[0]["params"])  # shards again
@@ -287,7 +287,7 @@ def test_parameters_that_are_replaced_are_an_error_on_all_ranks(rank: int):
     sharded.step(rank, 0)
     if rank == 1:
         sharded.net.load_state_dict(sharded.net.state_dict(), assign=True)
-    with pytest.raises((RuntimeError, StepFailedError), match="'0.weight' is another parameter|on another rank"):
+    with pytest.raises((RuntimeError, StepFailedError), match="'0.weight' was replaced in the model|on another rank"):
         sharded.muon.step()
 
 
@@ -429,7 +429,7 @@ def test_ranks_that_step_optimizers_in_another_order_are_told_before_anything_ch
         own_matrices(sharded.net, each)
     sharded.backward(rank, 0)
     before = sharded.weights()
-    with pytest.raises(RuntimeError, match="step another optimizer"):
+    with pytest.raises(RuntimeError, match="step different optimizers"):
         (second if rank else first).step()
     assert all(map(torch.equal, sharded.weights(), before))
     for each in (first, second):

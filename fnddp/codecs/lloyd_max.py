@@ -11,6 +11,7 @@ from fnddp.core.codec import Carrying, Codec, Payload, wide
 from fnddp.core.opaque import shortened
 from fnddp.core.options import Limit, one_of
 from fnddp.core.sync import transform
+from fnddp.kernels.operator import on_device, takes_operators
 from fnddp.torch_private import reinterpreted
 
 # Positive levels, by bits, of the quantizers with the least mean squared error for a standard normal distribution.
@@ -97,5 +98,9 @@ class lloyd_max(Codec):
     def _level(self, q: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the levels of integers in two's complement: 0 is the lowest positive one, -1 its negative."""
         positive = LEVELS[self.bits]
-        levels = torch.tensor([*(-level for level in reversed(positive)), *positive], dtype=dtype, device=q.device)
+        every = (*(-level for level in reversed(positive)), *positive)
+        if type(q) is Tensor and takes_operators(q):  # not traced: torch.tensor would wait for the device
+            levels = on_device(every, lambda: every, dtype, q.device)
+        else:
+            levels = torch.tensor(every, dtype=dtype, device=q.device)
         return levels.index_select(0, (q + len(positive)).flatten().to(torch.int32)).view(q.shape)

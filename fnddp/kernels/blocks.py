@@ -7,7 +7,6 @@ A program reads where its blocks are from a table of leaves, so leaves are neith
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fnddp.device import Stream, device_of
+from fnddp.device import device_of
+from fnddp.kernels.operator import on_device
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal number of float32
 ELEMENTS = 1024  # of a program
@@ -186,17 +186,10 @@ def kernel(
         _store(leaf, begin[0], element, value, is_element, DTYPE)
 
 
-@lru_cache(maxsize=256)
-def _on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device, stream: Stream) -> Tensor:
-    """Return a table; the same one again while addresses stay the same, because the host then sends nothing."""
-    return device_of(device).of_host(numbers, dtype)
-
-
-@lru_cache(maxsize=256)
-def _tiles(places: tuple[Place, ...], many: int) -> tuple[int, ...]:
+def _tiles(places: tuple[Place, ...], many: int) -> list[int]:
     """Return for each program its leaf, and its first block of that leaf."""
     blocks = [-(-place.width // place.unit) for place in places]
-    return tuple(at for leaf, n in enumerate(blocks) for first in range(0, n, many) for at in (leaf, first))
+    return [at for leaf, n in enumerate(blocks) for first in range(0, n, many) for at in (leaf, first)]
 
 
 def run(
@@ -215,13 +208,13 @@ def run(
     leaves = [each.contiguous() for each in given.get("x", ())]
     addresses = [each.data_ptr() for each in leaves] or [0] * len(places)
     table = tuple(number for address, place in zip(addresses, places, strict=True) for number in (address, *place))
-    tiles, stream = _tiles(places, many), device_of(device).current()
-    tables = [_on_device(table, torch.int64, device, stream), _on_device(tiles, torch.int32, device, stream)]
+    leaves_on_device = on_device(table, lambda: table, torch.int64, device)
+    tiles = on_device((places, many), lambda: _tiles(places, many), torch.int32, device)
     strides = [[part.stride(0) for part in each] for each in (scale, moved)]
     by_inverse = not device_of(device).divides_lists_alike
     launched: Any = kernel
-    launched[len(tiles) // 2, 1 if what == "reduce_leaves" else n](
-        *tables, *scale, *strides[0], *moved, *strides[1], *again, rank, ranks,
+    launched[tiles.numel() // 2, 1 if what == "reduce_leaves" else n](
+        leaves_on_device, tiles, *scale, *strides[0], *moved, *strides[1], *again, rank, ranks,
         n, what, by_inverse, DTYPES[dtype], block, bits, many, **UNFUSED,
     )  # fmt: skip
     return True

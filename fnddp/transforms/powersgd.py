@@ -53,7 +53,8 @@ class powersgd(Sync):
 
     Factors have the dtype of the gradients; half-precision ones are computed in float32. Zero gradients, zero columns
     and ranks above the matrix's never give NaN. Small matrices of one shape (up to 32 KiB on a CPU, 16 MiB on an
-    accelerator) are copied into one tensor and multiplied together. Their means and residuals are views of one tensor.
+    accelerator, within 25 MiB of leaves) are copied into one tensor and multiplied together, also if `bucket_cap_mb` is
+    smaller. Their means and residuals are views of one tensor.
 
     Args:
         inner: The pipeline that sends P, Q and uncompressed leaves; `powersgd(fp16(allreduce))` rounds all of these. It

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -300,7 +301,8 @@ def test_shards_are_told_of_a_failure_one_step_later(what):
 
 
 def check_overlap(rank: int, text: str) -> None:
-    model = nn.Sequential(*[nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)]).to(KIND)
+    sizes = [SIDE + 8 * i for i in range(LAYERS + 1)]  # of one shape they would be multiplied together
+    model = nn.Sequential(*[nn.Linear(*pair, bias=False) for pair in pairwise(sizes)]).to(KIND)
     ddp = fnddp.DistributedDataParallel(model, sync=fnddp.parse(text), bucket_cap_mb=SIDE * SIDE * 4 / 2**20)
     x = torch.randn(SIDE // 8, SIDE, device=KIND)
 

@@ -84,7 +84,8 @@ class Shards:
     @property
     def sync_state(self) -> State:
         """The state of `gradients` after the last step, by group of parameters. Set it on all ranks."""
-        self._reductions.engine.require_noticed()
+        if self._reductions.engine.refused is None:  # else the state may be loaded again
+            self._reductions.require_whole()
         return dict(self._reductions.states)
 
     @sync_state.setter
