@@ -11,7 +11,8 @@ from fnddp.core.codec import Carrying, Codec, Payload, wide
 from fnddp.core.opaque import shortened
 from fnddp.core.options import Limit, one_of
 from fnddp.core.sync import transform
-from fnddp.kernels.operator import on_device, takes_operators
+from fnddp.kernels.constants import on_device
+from fnddp.kernels.operator import takes_operators
 from fnddp.torch_private import reinterpreted
 
 # Positive levels, by bits, of the quantizers with the least mean squared error for a standard normal distribution.

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fnddp.device import device_of
-from fnddp.kernels.operator import on_device
+from fnddp.kernels.constants import on_device
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal number of float32
 ELEMENTS = 1024  # of a program

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -23,24 +23,6 @@ def takes_operators(x: Tensor) -> bool:
     Not under compilers: they fuse several operations into a kernel themselves.
     """
     return not is_compiled() and device_of(x.device).is_asynchronous
-
-
-MOST_TABLES = 256
-_tables: dict[Any, Tensor] = {}
-
-
-def on_device(key: Any, numbers: Callable[[], Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a table of constants on a device: for each `key` and stream, the host sends it once."""
-    of = device_of(device)
-    key = key, dtype, device, of.current()
-    made = _tables.get(key)
-    if made is None:
-        made = of.of_host(numbers(), dtype)
-        if not of.is_capturing():  # else it has no values before the graph is replayed
-            _tables[key] = made
-            if len(_tables) > MOST_TABLES:
-                del _tables[next(iter(_tables))]
-    return made
 
 
 class KernelOr:
