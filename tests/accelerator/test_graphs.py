@@ -24,6 +24,8 @@ from tests.accelerator.test_training import mesh_of
 from tests.pipelines import EXAMPLES, HALVES
 from tests.sharded import sharded
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 9
 FEEDBACK = "error_feedback(fp16(allreduce))"
 RANDOM = "error_feedback(quantize(two_shot, bits=4, rounding='stochastic'))"  # whose key counts steps
@@ -192,7 +194,6 @@ def test_a_captured_step_is_the_eager_step(ranks: Any, text: str) -> None:
 SEVERAL = {"squared": 2, "every": 2, "clip_by_global_norm": 2, "measure": 2}  # phases that follow each other for ever
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("last", ORDERS)
 def test_every_pipeline_is_captured(ranks: Any, last: str) -> None:
     named = {name: text for name, text in EXAMPLES.items() if name not in HALVES}
@@ -214,7 +215,6 @@ WAYS = [
 ]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("way", "given", "warmup", "graphs"), WAYS)
 def test_every_way_in_is_captured(ranks: Any, way: Any, given: tuple[Any, ...], warmup: int, graphs: int) -> None:
     steps = STEPS + warmup
@@ -235,7 +235,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("way", "given", "error"), REFUSED)
 def test_what_cannot_be_captured_is_named(ranks: Any, way: Any, given: tuple[Any, ...], error: str) -> None:
     for text in ranks(2, "side", refused, way, given):
@@ -278,7 +277,6 @@ def changing(rank: int, device: str) -> None:
     run.release()
 
 
-@pytest.mark.thorough
 def test_a_change_after_the_capture_is_never_ignored(ranks: Any) -> None:
     ranks(2, "side", changing)
 
@@ -297,7 +295,6 @@ def overflowing(rank: int, device: str, captures: bool) -> Any:
     return before
 
 
-@pytest.mark.thorough
 def test_an_overflow_of_one_rank_leaves_the_memory_of_all_as_it_was(ranks: Any) -> None:
     assert ranks(2, "side", overflowing, True) == ranks(2, "side", overflowing, False)
 
@@ -340,7 +337,6 @@ def without_a_failure(rank: int, device: str) -> Any:
     return bits([model.sync_state, dict(net.named_parameters())])
 
 
-@pytest.mark.thorough
 def test_a_rank_that_cannot_capture_its_step_is_named_on_it_and_all_train_on(ranks: Any) -> None:
     (mine, one), (other, two) = ranks(2, "side", failing)
     assert [one, two] == ranks(2, "side", without_a_failure)
@@ -366,7 +362,6 @@ def with_an_eager_step_between(rank: int, device: str) -> Any:
     return bits([model.sync_state, dict(net.named_parameters())])
 
 
-@pytest.mark.thorough
 def test_an_eager_step_may_come_between_replays(ranks: Any) -> None:
     assert ranks(2, "side", with_an_eager_step_between) == ranks(2, "side", without_a_failure)
 
@@ -403,7 +398,6 @@ def eagerly(rank: int, device: str, text: str) -> Any:
     return bits(dict(net.named_parameters()))
 
 
-@pytest.mark.thorough
 def test_a_pipeline_without_a_state_is_captured_by_hand_and_others_are_refused(ranks: Any) -> None:
     assert ranks(2, "side", by_hand, "bf16(two_shot)") == ranks(2, "side", eagerly, "bf16(two_shot)")
     for text in ranks(2, "side", by_hand, FEEDBACK):
@@ -424,7 +418,6 @@ def with_a_leaf_left_out(rank: int, device: str) -> Any:
     return step_of(fnddp.DistributedDataParallel(net), sgd(net)), lambda: dict(net.named_parameters())
 
 
-@pytest.mark.thorough
 def test_a_leaf_without_a_gradient_is_named(ranks: Any) -> None:
     for text in ranks(2, "side", refused, with_a_leaf_left_out, ()):
         assert "leaves without a gradient cannot be captured" in text
