@@ -77,7 +77,7 @@ def test_torch_compile_takes_segments_for_different_functions(monkeypatch: pytes
     plan = lower(LOW_RANK, model, world_size=2, bucket_cap_mb=0.001, first_bucket_mb=0.001, backend="inductor")
     segments_of(plan)
     segments_of(plan)
-    assert len(given) > 20
+    assert len(given) > 8
     assert len({id(run.__code__) for run in given}) == len({run.__code__.co_name for run in given}) == len(given)
 
 
