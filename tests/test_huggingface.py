@@ -335,7 +335,7 @@ def test_what_would_be_ignored_raises(rank: int) -> None:
         accelerator.free_memory()
         pipelines = prepare(accelerator, SYNC)
         assert pipelines.to_kwargs() == {"bucket_cap_mb": 3}
-        with pytest.raises(RuntimeError, match="has error_feedback.* already"):
+        with pytest.raises(RuntimeError, match="already has error_feedback"):
             prepare(accelerator, SYNC)
         with pytest.raises(ValueError, match="no pipeline runs in this Regression"):
             pipelines.handle(Regression())
