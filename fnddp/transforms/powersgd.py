@@ -249,10 +249,12 @@ class powersgd(Sync):
         # Stack only leaves that share a default gradient bucket: factors of other buckets are not there at that time.
         buckets = assign_buckets({path: leaves[path].nbytes for path in reversed(leaves)}, BUCKET_CAPS)
         stacks: dict[object, dict[object, list[str]]] = {}
+        # Compiled, ranks with other shapes of data would send what stacks give in another order.
+        is_compiling = torch.compiler.is_compiling()
         for path, leaf in leaves.items():
             if self._is_low_rank(leaf):
                 same = buckets[path], self._rank_of(leaf), leaf.dtype, leaf.device
-                is_small = leaf.nbytes <= _stacked_bytes(leaf.device)
+                is_small = not is_compiling and leaf.nbytes <= _stacked_bytes(leaf.device)
                 alike = matrix_shape(leaf) if is_small else path
                 stacks.setdefault(same, {}).setdefault(alike, []).append(path)
         return [list(groups.values()) for groups in stacks.values()]
