@@ -241,7 +241,7 @@ class Engine:
 
     def _known_parts(self) -> list[Any]:
         """Return the parts of the state, with counters as ints."""
-        return [(self.counts or {}).get(i, part) for i, part in enumerate(self._parts)]
+        return [self.counts.get(i, part) for i, part in enumerate(self._parts)] if self.counts else self._parts
 
     @property
     def plan(self) -> Plan | None:

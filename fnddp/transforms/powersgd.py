@@ -15,7 +15,6 @@ from fnddp.core.options import Limit, at_least, one_of
 from fnddp.core.sync import Exchange, Remembered, Replicated, State, Sync, require_sums, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
 from fnddp.device import device_of
-from fnddp.torch_private import constant_for_dynamo
 from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
 
 ITERATIONS = 4  # of `refresh`: each multiplies wanted / unwanted by the square of their singular values' ratio
@@ -254,7 +253,7 @@ class powersgd(Sync):
         for path, leaf in leaves.items():
             if self._is_low_rank(leaf):
                 same = buckets[path], self._rank_of(leaf), leaf.dtype, leaf.device
-                is_small = not is_compiling and leaf.nbytes <= _stacked_bytes(leaf.device)
+                is_small = not is_compiling and leaf.nbytes <= device_of(leaf.device).stacked_bytes
                 alike = matrix_shape(leaf) if is_small else path
                 stacks.setdefault(same, {}).setdefault(alike, []).append(path)
         return [list(groups.values()) for groups in stacks.values()]
@@ -283,11 +282,6 @@ class powersgd(Sync):
         like = leaf.detach().new_empty(0, dtype=_compute_dtype(leaf.dtype))
         factor = random.normal((size, self._rank_of(leaf)), name=name, seed=self.seed, step=step, like=like)
         return factor / torch.linalg.vector_norm(factor, dim=0, keepdim=True)
-
-
-@constant_for_dynamo  # it warns of the cache of `device_of`
-def _stacked_bytes(device: torch.device) -> int:
-    return device_of(device).stacked_bytes
 
 
 def matrix_shape(leaf: Tensor) -> tuple[int, int]:
