@@ -162,6 +162,17 @@ def test_small_leaves_that_run_together_are_not_mixed_up(rank: int, name) -> Non
         assert any(operation.count > 1 for segment in plan.segments for operation in segment.operations)
 
 
+@on_ranks(2, threads=True)
+def test_products_of_received_leaves_have_their_bits_wherever_they_lie_in_a_message(rank: int) -> None:
+    """A BLAS library may round in another way if an operand doesn't start at a multiple of 16 bytes."""
+    torch.manual_seed(0)
+    shapes = {"bias": (5,), "a": (5, 3), "b": (13, 3), "c": (11, 5)}
+    steps = [{path: torch.randn(shape) + rank for path, shape in shapes.items()} for _ in range(3)]
+    assert plan_of_steps(fnddp.rotate(allreduce, block=4), steps.__getitem__) is not None
+    sync = fnddp.powersgd(fnddp.rotate(allreduce, block=4), rank=3, min_compression_rate=0)
+    assert plan_of_steps(sync, steps.__getitem__) is not None
+
+
 def test_products_of_small_integers_keep_their_numbers_where_devices_convert_them(monkeypatch):
     monkeypatch.setattr(Device, "converts_in_place", True)
     sync = Applied(before=lambda x: (y := (x * 30).to(torch.int8).to(torch.float32)) * y + y * x)

@@ -391,8 +391,8 @@ def train_small_by_calls(rank: int, device: str, texts: list[str]) -> dict[str, 
 
 
 def test_any_nesting_has_the_bits_of_the_cpu(ranks):
-    """Of a sample of 60, another one in each run, unless FNDDP_TEST_SEED names it."""
-    number = int(os.environ.get("FNDDP_TEST_SEED", random.SystemRandom().randrange(2**32)))
+    """Of a sample of 60, as FNDDP_TEST_SEED says: another number draws another sample."""
+    number = int(os.environ.get("FNDDP_TEST_SEED", "0"))
     print(f"FNDDP_TEST_SEED={number}")
     texts = sample(number, 60)
     want = ranks(2, "cpu", train_small_by_calls, texts)

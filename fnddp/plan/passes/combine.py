@@ -14,12 +14,13 @@ from torch import fx
 from fnddp.ir.program import Collective, LoweringError, PayloadSpec
 from fnddp.kernels.leaves import OUT
 from fnddp.plan.draft import Draft
-from fnddp.plan.graph import call, is_light, launch, sorted_topologically, take, tensor_nodes, value
+from fnddp.plan.graph import call, is_light, is_view, launch, sorted_topologically, take, tensor_nodes, value
 from fnddp.torch_private import fake_like, functional_collectives
 from fnddp.wire.groups import DEFAULT_GROUP, within, world_size
 from fnddp.wire.kinds import KINDS, Kind
 
 aten: Any = torch.ops.aten
+MATRIX_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
 _wait: Any = functional_collectives.wait_tensor.default
 
 
@@ -180,7 +181,7 @@ def _replace(graph: fx.Graph, members: Sequence[Traced], collective: Collective)
         launched.meta["val"] = [value(traced.waited) for traced in members]
         for position, traced in enumerate(members):
             result = graph.call_function(take, (launched, position))
-            like = value(traced.waited)
+            like, start = value(traced.waited), collective.payloads[position].offset * collective.dtype.itemsize
             result.meta["val"] = like
             if collective.has_gaps:  # columns of the buffer: later nodes were traced without gaps
                 rows, width = collective.received_shape(position)
@@ -189,9 +190,16 @@ def _replace(graph: fx.Graph, members: Sequence[Traced], collective: Collective)
                     options = {"memory_format": torch.contiguous_format}
                     result = call(graph, aten.clone.default, (result,), options, fake_like(like, (rows, width)))
                     result = call(graph, aten.view.default, (result, list(like.shape)), {}, like)
+            elif start % ALIGNMENT and _is_multiplied(traced.waited):  # BLAS rounds by the alignment of its operands
+                result = call(graph, aten.clone.default, (result,), {}, like)
             traced.waited.replace_all_uses_with(result)
             graph.erase_node(traced.waited)
             graph.erase_node(traced.node)
+
+
+def _is_multiplied(node: fx.Node) -> bool:
+    """Return whether a matrix product reads `node`, or a view of it."""
+    return any(user.target in MATRIX_PRODUCTS or is_view(user) and _is_multiplied(user) for user in node.users)
 
 
 def _label(paths: list[str]) -> str:
