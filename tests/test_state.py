@@ -83,3 +83,12 @@ def test_loading_copies_without_a_graph_and_keeps_the_templates_layout():
 def test_paths_that_collide_are_an_error():
     with pytest.raises(ValueError, match=r"two parts of the state have the path 'a.b'"):
         state_dict({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}})
+
+
+@pytest.mark.parametrize(
+    "given", [torch.nn.Linear(2, 2), SYNC, {"a": [torch.ones(1), "text"]}], ids=["model", "sync", "text"]
+)
+def test_what_is_no_state_is_refused(given):
+    for call in (lambda: state_dict(given), lambda: load_state_dict(given, {})):
+        with pytest.raises(TypeError, match=r"expected a state of tensors and numbers, got .* pass model\.sync_state"):
+            call()

@@ -60,11 +60,27 @@ def state_dict(state: State) -> dict[str, Tensor | int]:
     Keys are `replicated/<path>` for parts that are equal on all ranks (one rank may save them) and `local/<path>` for
     this rank's own parts (each rank must save them). Tensors are detached but not copied.
 
+    Raises:
+        TypeError: `state` contains anything but tensors and numbers; for a wrapped model pass `model.sync_state`.
+
     >>> from fnddp import allreduce, warmup
     >>> state_dict(warmup(allreduce, steps=3).init({}))
     {'replicated/step': 0}
     """
-    return {part.key: part.value.detach() if isinstance(part.value, Tensor) else part.value for part in parts(state)}
+    found = _saved_parts("state_dict", state)
+    return {part.key: part.value.detach() if isinstance(part.value, Tensor) else part.value for part in found}
+
+
+def _saved_parts(caller: str, state: State) -> list[Part]:
+    found = list(parts(state))
+    for part in found:
+        if not isinstance(part.value, Tensor | int | float):
+            at = f" at {part.path!r}" if part.path else ""
+            raise TypeError(
+                f"{caller}: expected a state of tensors and numbers, got {type(part.value).__name__}{at}; pass "
+                "model.sync_state of a wrapped model or handle, or sync.init(params)"
+            )
+    return found
 
 
 def load_state_dict(state_template: State, saved: Mapping[str, Any]) -> State:
@@ -75,13 +91,14 @@ def load_state_dict(state_template: State, saved: Mapping[str, Any]) -> State:
         saved: From `state_dict`. Its tensors are copied.
 
     Raises:
+        TypeError: `state_template` is no state, as for `state_dict`.
         ValueError: Keys, shapes or dtypes differ; names the paths.
 
     >>> from fnddp import allreduce, warmup
     >>> load_state_dict(warmup(allreduce, steps=3).init({}), {"replicated/step": 2})
     WarmupState(step=2, before=(), inner=())
     """
-    wanted = {part.key: part for part in parts(state_template)}
+    wanted = {part.key: part for part in _saved_parts("load_state_dict", state_template)}
     if wanted.keys() != saved.keys():
         raise ValueError(
             f"load_state_dict: {differing(saved, wanted)}: the state was saved by another pipeline or for other "
