@@ -128,8 +128,9 @@ def test_a_number_is_no_link_and_no_time_is_negative():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"bandwidth": 0}, "bandwidth must be positive, got 0 bytes/s"),
-        ({"bandwidth": math.nan}, "bandwidth must be positive"),
+        ({"bandwidth": 0}, "bandwidth must be a positive number, got 0 bytes/s"),
+        ({"bandwidth": math.nan}, "bandwidth must be a positive number"),
+        ({"bandwidth": "1gbit"}, r"got '1gbit'; Link.parse\('1gbit'\) reads text"),
         ({"latency": -1}, "latency must be finite and not negative, got -1"),
         ({"algorithm": "tree"}, "algorithm must be one of gloo, ring, halving_doubling, got 'tree'"),
         ({"ranks_per_node": 8}, "inner and ranks_per_node go together"),

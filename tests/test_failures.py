@@ -134,6 +134,18 @@ def test_a_rank_whose_arguments_are_refused(rank: int) -> None:
         fnddp.DistributedDataParallel(make_model().requires_grad_(rank != 1))
 
 
+@on_ranks(2, threads=True, seconds=DEADLINE)
+def test_what_is_no_module_and_no_step_is_refused(rank: int) -> None:
+    wrong: Any = make_model().parameters() if rank else make_model()
+    match = (
+        "expected a torch.nn.Module, got generator" if rank else "rank 1: set-up in its place, failed with TypeError"
+    )
+    with pytest.raises(TypeError if rank else RankMismatchError, match=match):
+        fnddp.DistributedDataParallel(wrong)
+    with pytest.raises(TypeError, match="expected a function that does a whole training step, got Sequential"):
+        fnddp.make_graphed_callable(make_model())
+
+
 @on_ranks(2, seconds=DEADLINE)
 def test_ranks_that_set_another_pipeline_each(rank: int) -> None:
     training = Training(COMPRESSED)

@@ -516,6 +516,7 @@ def test_models_and_optimizers_that_do_not_fit_are_refused_on_all_ranks(rank: in
         (model, [muon, adamw, torch.optim.SGD(other.parameters())], {}, ValueError, "not the model's"),
         (model, [muon, adamw, torch.optim.SGD([model.embed.weight])], {}, ValueError, "in two optimizers"),
         (model, [], {}, ValueError, "no optimizer"),
+        (model, torch.optim.AdamW, {}, TypeError, "expected an optimizer, such as .*, got <class"),
         (other, torch.optim.LBFGS(other.parameters()), {}, TypeError, "closure"),
         (model, [muon, adamw], {"gradients": "allreduce"}, TypeError, "use two_shot"),
         (model, [muon, adamw], {"gradients": "ef21(quantize(two_shot))"}, TypeError, "because of ef21"),

@@ -47,6 +47,7 @@ class make_graphed_callable(Generic[P, T]):
         num_warmup_iters: Number of calls that run it before the first capture; 11 for torch's class with `register`.
 
     Raises:
+        TypeError: `step` is not a function, or is a module.
         RuntimeError: At the call that captures, on all ranks, and nothing has happened: `step` waits for the device, or
             does something else that cannot be captured. At a later call: an optimizer's hyperparameter, the memory of
             a parameter, or the pipeline of a model has changed.
@@ -69,6 +70,11 @@ class make_graphed_callable(Generic[P, T]):
     """
 
     def __init__(self, step: Callable[P, T], num_warmup_iters: int = 3) -> None:
+        if not callable(step) or isinstance(step, torch.nn.Module):
+            raise TypeError(
+                f"{_OWNER}: expected a function that does a whole training step, got {type(step).__name__}; for parts "
+                "of a step see torch.cuda.make_graphed_callables"
+            )
         self._step, self._left = step, checked_int(f"{_OWNER}: num_warmup_iters", num_warmup_iters)
         kind = accelerator()
         self._device = device_of(torch.device("cpu") if kind is None else current(kind))

@@ -76,8 +76,10 @@ class Link(Expression):
     ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
-        if not self.bandwidth > 0:
-            raise ValueError(f"Link: bandwidth must be positive, got {self.bandwidth!r} bytes/s")
+        bandwidth: object = self.bandwidth
+        if not (isinstance(bandwidth, int | float) and bandwidth > 0):
+            hint = f"; Link.parse({bandwidth!r}) reads text" if isinstance(bandwidth, str) else " bytes/s"
+            raise ValueError(f"Link: bandwidth must be a positive number, got {bandwidth!r}{hint}")
         for name in ("latency", "gamma", "burst"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:

@@ -75,13 +75,15 @@ def require_ownable(who: str, model: nn.Module, optimizers: Sequence[torch.optim
     """Return the index of each parameter's optimizer, by the parameter's id; raise unless all can have owners.
 
     Raises:
-        TypeError: An optimizer mixes leaves, has owners already, or runs in backward.
+        TypeError: An optimizer is none, mixes leaves, has owners already, or runs in backward.
         ValueError: A parameter is not the model's, or is in two optimizers.
     """
     of: dict[int, int] = {}
     names = {id(p): name for name, p in model.named_parameters()}
     for i, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"{who}: expected an optimizer, such as torch.optim.AdamW(...), got {optimizer!r}")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError(f"{who}: LBFGS evaluates a closure and mixes all leaves; use another optimizer")
         if (owner := owner_of(optimizer)) is not None:

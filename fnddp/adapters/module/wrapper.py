@@ -514,6 +514,8 @@ def _trained(module: nn.Module, ignored: set[str], before: Collection[str] = ())
 
     A submodule that is wrapped itself synchronizes its own parameters.
     """
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"{OWNER}: expected a torch.nn.Module, got {type(module).__name__}")
     for name, part in module.named_modules():
         if TorchDDP in type(part).__mro__:  # isinstance also holds for ours
             raise _shared_with_torch(f"the part {name!r} of the module" if name else "the module")
