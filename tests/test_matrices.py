@@ -347,6 +347,7 @@ def test_what_own_refuses_is_refused_for_matrices(rank: int, tmp_path: Path):
     for other, error, text in (
         (sharded.muon, TypeError, "is already used by"),
         (torch.optim.LBFGS([sharded.net[0].weight]), TypeError, "LBFGS evaluates a closure"),
+        (torch.optim.Muon, TypeError, "expected an optimizer"),
         (torch.optim.Muon([sharded.net[2].weight], lr=0.1 + rank), fnddp.RankMismatchError, "rates of Muon"),
     ):
         with pytest.raises(error, match=text):

@@ -84,8 +84,8 @@ def checked_buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: b
 
 def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None) -> tuple[int, ...]:
     """Return the sizes of buckets in bytes (the last for all later ones). The list has priority; default 1, 25 MiB."""
-    sizes: list[float] = list(bucket_cap_mb_list or ([1, 25] if bucket_cap_mb is None else [bucket_cap_mb]))
-    if min(sizes) <= 0:
+    sizes: list[Any] = list(bucket_cap_mb_list or ([1, 25] if bucket_cap_mb is None else [bucket_cap_mb]))
+    if not all(isinstance(size, int | float) and size > 0 for size in sizes):
         raise ValueError(f"{OWNER}: buckets must have a positive size in MiB, got {sizes}")
     return tuple(int(size * MB) for size in sizes)
 

@@ -377,7 +377,7 @@ def own_matrices(
         lines |= options_of(type(optimizer).__name__, optimizer)
         return {"gradients": repr(read[0]), "weights": repr(read[1]), "bucket_cap_mb": str(bucket_cap_mb)} | lines
 
-    shards = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+    shards = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"] if isinstance(p, DTensor)]
     meshes = [mesh.get_group(dim) for mesh in [p.device_mesh for p in shards[:1]] for dim in range(mesh.ndim)]
     groups = [group_name(each) for each in meshes] or [None]
     agree_over(set_up, groups, call="own_matrices")
