@@ -394,15 +394,15 @@ class Steps:
 
     def _write(self, done: Synchronized, taken: _Taken) -> None:
         with torch.set_grad_enabled(taken.keeps_graph):
-            for name, mean in done.mean.items():
-                if not done.has_nothing_for(name, self.parameters[name]):
-                    self._write_one(name, mean, taken)
-        for name in self.parameters.keys() - done.mean.keys():  # no update: optimizers must skip these
-            if not done.has_nothing_for(name, self.parameters[name]):
-                self.parameters[name].grad = None
+            for name, parameter in self.parameters.items():
+                if done.unused and done.has_nothing_for(name, parameter):
+                    continue
+                if (mean := done.mean.get(name)) is None:
+                    parameter.grad = None  # no update: optimizers must skip it
+                else:
+                    self._write_one(name, parameter, mean, taken)
 
-    def _write_one(self, name: str, mean: Tensor, taken: _Taken) -> None:
-        parameter = self.parameters[name]
+    def _write_one(self, name: str, parameter: nn.Parameter, mean: Tensor, taken: _Taken) -> None:
         before, grad = parameter.grad, mean
         if before is not None and before.requires_grad:  # combine the mean with the graph of this rank's gradient
             grad = before.to_dense() if before.is_sparse else before.clone()
