@@ -97,7 +97,7 @@ class OwnerDataParallel(OwnedStates, DistributedDataParallel):
     """
 
     owned: Sequence[OwnedLeaves]
-    steps_class, _takes_in_thawed = _OwnerSteps, False  # thawed parameters would have no owners
+    _steps_class, _takes_in_thawed = _OwnerSteps, False  # thawed parameters would have no owners
 
     def __init__(
         self,
