@@ -418,7 +418,7 @@ def law_9_text_parses_back(rank: int, sync: Sync, grads: Grads) -> None:
 
 @_stated
 def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
-    """`simulate(sync, n)` gives the result of n real ranks: bitwise if all reducers are carriers and no step
+    """`simulate(sync, n)` gives the result of n real ranks: bit for bit if all reducers are carriers and no step
     multiplies matrices or sums whole leaves, otherwise up to rounding. In the second case codecs and residuals in int8
     are not compared, because a rounding may change their choice (the largest element, a sign, the nearest level).
     """

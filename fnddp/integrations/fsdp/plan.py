@@ -50,8 +50,8 @@ class AxesPlan:
 
         "payload" counts the bytes that a rank passes to its collectives, "on the link" those that it then sends.
         """
-        named = ("axis", "pipeline", "ranks", "messages", "payload", "on the link")
-        rows = [named if links is None else (*named, "time")]
+        last = [] if links is None else ["time"]
+        rows = [("axis", "pipeline", "ranks", "messages", "payload", "on the link", *last)]
         for axis in self.axes:
             link = links[axis.name] if isinstance(links, Mapping) else links
             time = [] if link is None else [duration(axis.seconds(link))]
