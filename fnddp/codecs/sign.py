@@ -85,7 +85,7 @@ class majority_vote(Codec):
 
     Zeros abstain: a rank without a gradient, or of weight 0, does not count. The mean has magnitude 1, so the learning
     rate alone sets the size of a step, and must be tuned for it. Do not use it with memory, because residuals would be
-    in units of gradients but corrected in units of 1, nor on two ranks, which either agree or tie. If an element is NaN
+    in units of gradients but corrected in units of 1, nor on two ranks: they agree or tie. If an element is NaN
     or infinite on one rank, its mean is NaN.
 
     Args:

@@ -105,7 +105,7 @@ class Owners:
         return Table(self.n, cuts)
 
     def owner(self, path: str) -> int | None:
-        """Return the rank that owns the leaf; None for a leaf whose rows are divided among the ranks."""
+        """Return the rank that owns the leaf; None for a leaf that is divided among the ranks by rows."""
         return self._owner[path]
 
     def own(self, path: str, leaf: Tensor, rank: int) -> Tensor:

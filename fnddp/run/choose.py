@@ -186,8 +186,7 @@ def choose(
         loss: "none" for pipelines that certainly end less than 0.01 nats above the plain mean; "some" for all pipelines
             in docs/convergence.md that do not need an optimizer of their own.
         world_size: Number of ranks; None for the ranks of the process group.
-        codec_seconds: Seconds to encode and decode a byte of gradients, alone, by pipeline. Other pipelines are not
-            chosen.
+        codec_seconds: Seconds to encode and decode a byte of gradients, alone, by pipeline: only these are chosen.
         backward_seconds: Time of backward; None if unknown.
 
     Raises:

@@ -72,8 +72,8 @@ class random_k(Drawn):
 
     All ranks draw from one seed, so indices need not be sent, payloads can be added, and it wraps any pipeline. A
     fraction 1 - k / n of the elements is left out in each step: wrap it in `error_feedback`. If gradients have few
-    large elements, use `topk`, which finds them. If drawing takes too long (it hashes each element, and takes the
-    largest k), use `random_block`, which draws one number for each leaf.
+    large elements, use `topk`: it finds them. If drawing takes too long (it hashes each element, and takes the
+    largest k), use `random_block`: it draws one number for each leaf.
 
     A NaN or infinite element shows in the mean only once it is drawn. Integer leaves are sent whole.
 

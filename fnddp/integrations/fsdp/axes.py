@@ -123,8 +123,7 @@ def plan_axes(
 ) -> AxesPlan:
     """Return the plan of the messages that `compress` would send on a cluster, without running it and without ranks.
 
-    The wrong function if gradients are reduced or weights are gathered in another dtype than their own: use the `plan`
-    of `compress`.
+    The wrong function if gradients are reduced or weights are gathered in another dtype: use the `plan` of `compress`.
 
     Args:
         groups: The parameters of each `fully_shard` call, by module name and by parameter name; only shapes and dtypes
