@@ -11,7 +11,7 @@ FOLDS = re.compile(r'(?<=<div class="folds">).*?(?=</div>)', re.DOTALL)
 
 
 def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
-    """Show the file to which a line links alone; link to `benchmarks/`, which the site does not have, or name the file.
+    """Show the file to which a line links alone; link to `benchmarks/`, a folder outside the site, or name the file.
 
     Where the repository is read as it is, on GitHub, the line is a link.
     """
@@ -27,7 +27,7 @@ def _shown(link: re.Match[str]) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Give each cell of a table that folds the name of its column, which assets/fnddp.css shows on a phone."""
+    """Give each cell of a table that folds the name of its column; assets/fnddp.css shows it on a phone."""
     return FOLDS.sub(lambda table: _labelled(table[0]), html)
 
 

@@ -111,8 +111,7 @@ class AllGatherGrad(torch.autograd.Function):
     this rank's tensor. So every rank must run backward. Divide the loss by the number of ranks if it is a mean over
     them. Differentiable again, and within torch.func's grad, vjp, jvp and vmap.
 
-    Arguments, result and errors are those of `all_gather_ddp_if_available`; without torch.distributed it is the stack
-    of one tensor.
+    Arguments, result and errors: see `all_gather_ddp_if_available`. Without torch.distributed it stacks one tensor.
 
     >>> tensor = torch.tensor([1.0, 2.0], requires_grad=True)
     >>> AllGatherGrad.apply(tensor).square().sum().backward()
@@ -176,8 +175,7 @@ def sync_ddp(result: Tensor, group: Group = None, reduce_op: dist.ReduceOp | str
 
     Args:
         result: Any shape and any dense dtype, the same on all ranks.
-        reduce_op: "sum", "mean" or "avg", "max", "min", "product" in any case, or the `ReduceOp` of one of them; None
-            for the sum.
+        reduce_op: "sum", "mean" or "avg", "max", "min", "product" in any case, or its `ReduceOp`; None for the sum.
 
     Returns:
         The reduction, with shape and dtype of `result`, the same on all ranks. Without torch.distributed a copy.
@@ -219,8 +217,8 @@ def init_dist_connection(
 ) -> None:
     """Initialize torch.distributed with the address, rank and world size of a cluster environment.
 
-    Does nothing if it is initialized. Sets the environment variables MASTER_ADDR and MASTER_PORT. The wrong choice
-    under torchrun, which sets these itself: call `torch.distributed.init_process_group()` there.
+    Do nothing if it is initialized. Set the environment variables MASTER_ADDR and MASTER_PORT. torchrun sets these
+    itself: call `torch.distributed.init_process_group()` under torchrun.
 
     Args:
         cluster_environment: Lightning's, or any object with `main_address` and `main_port`; `global_rank()` and

@@ -73,9 +73,9 @@ def check(
         ranks: World sizes to try, on threads. Include some above 1, because one rank cannot disagree with another.
         grads: `grads(rank, step)`: a rank's gradients in that step, the same at each call. None for trees of 0 to 9
             leaves: matrices and a channels-last convolution; all dtypes including integers and bools; a bare tensor.
-        on: "threads" of this process, or "gloo" for the ranks of the default process group, which must all call this
-            (without a group, this process is the only rank). On threads sums are in rank order, so law 6 holds bitwise;
-            a ring of more than two ranks has another order, and law 6 holds up to rounding.
+        on: "threads" of this process, or "gloo" for the ranks of the default process group. All of them must call
+            it (without a group, this process is the only rank). On threads sums are in rank order, so law 6 holds
+            bitwise; a ring of more than two ranks has another order, and law 6 holds up to rounding.
 
     Raises:
         LawError: A law is broken.
@@ -418,7 +418,7 @@ def law_9_text_parses_back(rank: int, sync: Sync, grads: Grads) -> None:
 
 @_stated
 def law_10_simulated_is_real(rank: int, sync: Sync, grads: Grads) -> None:
-    """`simulate(sync, n)` gives the result of n real ranks: bitwise if all reducers are carriers and no step
+    """`simulate(sync, n)` gives the result of n real ranks: bit for bit if all reducers are carriers and no step
     multiplies matrices or sums whole leaves, otherwise up to rounding. In the second case codecs and residuals in int8
     are not compared, because a rounding may change their choice (the largest element, a sign, the nearest level).
     """

@@ -80,6 +80,18 @@ def test_the_plain_mean_stays_where_it_is_not_beaten_by_the_margin() -> None:
     assert taken(mean=5 * wire) == "allreduce"  # no codec is faster than a copy, however it was timed
 
 
+def test_the_comparison_names_the_runner_up_and_how_close_it_is() -> None:
+    """Without backward the worst case is the step itself: here 100, 80 and 95 seconds."""
+    plain = choosing.Cost("allreduce", 100.0, 20.0, 0.0)
+    half = choosing.Cost("bf16(allreduce)", 50.0, 10.0, 30.0)
+    close = choosing.Cost("fp16(allreduce)", 50.0, 10.0, 45.0)
+    said = choosing.Choice((plain, close, half), backward_seconds=0.0).compared
+    assert said.endswith("; runner-up: fp16(allreduce), whose worst case takes 1.19x as long")
+    said = choosing.Choice((plain, close), backward_seconds=0.0).compared
+    assert said.endswith("fp16(allreduce), whose worst case takes 0.95x as long, too little to leave the plain mean")
+    assert "runner-up" not in choosing.Choice((plain,)).compared
+
+
 def test_the_last_bucket_hides_behind_nothing() -> None:
     """Half of a model in its last bucket: with a backward that hides the rest, half of its time shows."""
     halves = {name: torch.empty(2**18, device="meta") for name in ("first", "last")}
@@ -149,6 +161,7 @@ def test_all_ranks_take_and_log_one(slow: None, caplog: pytest.LogCaptureFixture
     assert ": 2 ranks, 800 bit/s, 0 s a message; " in line
     assert "allreduce 85.8 s + " in line
     assert f"of a step: {FAR} " in line
+    assert "; runner-up: bf16(allreduce), whose worst case takes 1.81x as long. " in line
     assert line.endswith(f'To pin it: sync="{FAR}"')
 
 

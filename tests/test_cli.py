@@ -105,7 +105,7 @@ WRONG = {
         ([""], "parse: the text is empty, expected a pipeline; write for example fp16(allreduce)"),
         (["Auto"], "parse: unknown name 'Auto'; did you mean 'auto'?\n"),
         (["bf16(auto)"], 'parse: "auto" cannot be part of a pipeline'),
-        (["quantize()"], "plan: quantize: missing a required argument: 'inner'; its options are inner, bits, block"),
+        (["quantize()"], "plan: quantize: missing a required argument: 'inner'; its options are inner (a pipeline)"),
         (["quantize(two_shot, 8, 128, 'nearest', 0, 1)"], "plan: quantize: too many positional arguments; its options"),
         (["allreduce", "powersgd(allreduce, rank=0)"], "\n  powersgd(allreduce, rank=0)\n  ^\n"),
         (["partition({'encoder.*': allreduce})"], "partition: leaf 'blocks.0.linear1.bias' matches none"),

@@ -209,7 +209,7 @@ class jit:
 
     Use it for gradients that are already complete, and call it as you call the pipeline. A plan is made at the first
     call for given shapes and phase. While backward is still computing gradients, use `value_and_grad`, `register` or
-    `DistributedDataParallel`, which overlap the same plan with backward. Within torch.compile, `sync` itself runs.
+    `DistributedDataParallel`: they overlap the same plan with backward. Within torch.compile, `sync` itself runs.
 
     Args:
         sync: The pipeline, or its text. A pipeline that cannot be lowered runs as is.

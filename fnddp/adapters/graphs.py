@@ -80,7 +80,7 @@ class make_graphed_callable(Generic[P, T]):
         self._device = device_of(torch.device("cpu") if kind is None else current(kind))
         self._stream = self._device.stream()
         self._engines: dict[Engine, int] = {}  # and the numbers of engines of their lanes
-        self._optimizers: dict[torch.optim.Optimizer, Any] = {}  # and what must not change
+        self._optimizers: dict[torch.optim.Optimizer, Any] = {}  # and their values that must not change
         self._graphs: dict[Any, _Captured] = {}  # by the programs of the engines
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -145,8 +145,7 @@ class HasPipeline:
     def _require_one_choice(self, other_groups: Iterable[str | None] = ()) -> None:
         """Raise a RankMismatchError on all ranks if checkpoints replaced the choice of "auto" by different pipelines.
 
-        Forward calls this, not `_adopt`, so that a rank that loaded no checkpoint takes part. Ranks of `other_groups`
-        raise with them.
+        Forward calls this, not `_adopt`, so that ranks that loaded no checkpoint, and other groups, raise as well.
         """
         with device_of(self._engine.device).selected():
             about = 'the pipeline that "auto" chose or a checkpoint replaced'

@@ -28,7 +28,7 @@ Entries = dict[tuple[str, str, str], Any]
 
 
 class OwnedOptimizer(ABC):
-    """One optimizer, of which each rank updates only the leaves that it owns.
+    """One optimizer on ranks that each update only the leaves that they own.
 
     A derived class is a layout: `own` has the leaves of a module, and `own_matrices` the shards of FSDP2.
 
@@ -175,7 +175,7 @@ class OwnedOptimizer(ABC):
                 "their leaves, so there is no consistent checkpoint; restart from an earlier one"
             ) from error
 
-    # States by index, which torch's own methods save and load
+    # States by index, as torch's own methods save and load them
 
     def _names_in(self, groups: Iterable[Mapping[str, Any]]) -> list[str | None]:
         name_of = {id(p): name for name, p in self.leaves.items()}
@@ -380,7 +380,7 @@ class OptimizerCheckpoint:
 
     Attributes:
         stepped: Optimizers that have taken a step on some rank. Their leaves without a state are saved without one.
-        left_out: Names of leaves that have no state in the checkpoint, so that none is loaded.
+        left_out: Names of leaves without a state in the checkpoint; no state is loaded for them.
         saved: Keys of the checkpoint to load, if another second hop may have saved it, so that entries can be missing;
             None if it has all of them.
     """

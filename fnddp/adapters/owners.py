@@ -97,7 +97,7 @@ class OwnerDataParallel(OwnedStates, DistributedDataParallel):
     """
 
     owned: Sequence[OwnedLeaves]
-    steps_class, _takes_in_thawed = _OwnerSteps, False  # thawed parameters would have no owners
+    _steps_class, _takes_in_thawed = _OwnerSteps, False  # thawed parameters would have no owners
 
     def __init__(
         self,
@@ -317,8 +317,8 @@ def own(
 
     Each rank holds the optimizer's state for its own leaves, 1 / n of it (ZeRO-1), and a matrix is orthogonalized once,
     not n times (Muon). The first hop sends gradients to owners while backward runs. `optimizer.step()` updates the
-    leaves that this rank owns, and then runs the second hop. It sends weights, or with `ef21` their changes, for which
-    few bits suffice. With `two_shot` and `allgather` the weights are bitwise those of the same optimizer on every rank
+    leaves that this rank owns, and then runs the second hop. It sends weights, or with `ef21` their changes in
+    few bits. With `two_shot` and `allgather` the weights are bitwise those of the same optimizer on every rank
     with the exact mean.
 
     The optimizer keeps its groups, rates and schedules. A leaf has no gradient, and so no state, on ranks that do not
@@ -339,8 +339,7 @@ def own(
             codecs the owner keeps the exact weights of its leaves in separate memory, and a copy of the model's values
             after the last step, to notice when someone else writes to the model.
         process_group: The ranks; None for the default group.
-        master_dtype: The dtype of owners' weights, such as `torch.float32` for a model in bfloat16; None for that of
-            the model.
+        master_dtype: The dtype of owners' weights, such as float32 for a model in bfloat16; None for the model's.
         cost: Function of a leaf's name and parameter that returns its cost for the owner. None for its number of
             elements; for Muon, rows x columns x the smaller of both. Balanced per optimizer, costliest leaf first.
         cut: Let several ranks own rows of a leaf of 16,384 elements or more, if the optimizer is one of torch's that

@@ -216,11 +216,11 @@ def verdict(findings: Findings) -> str:
     if auto is plain:
         said = f'sync="auto" keeps the plain mean; of its step {exposed} are exposed'
     else:
-        said = f'sync="auto" takes {auto.pipeline}: {plain.seconds / auto.seconds:.2f}x as fast as the plain mean'
+        said = f'sync="auto" takes {auto.pipeline}, {plain.seconds / auto.seconds:.2f}x as fast as the plain mean'
         if auto.seconds >= plain.seconds:
-            said = f'sync="auto" takes {auto.pipeline}, but the plain mean is no slower (sync="allreduce")'
+            said = f'sync="auto" takes {auto.pipeline}, but the plain mean is at least as fast (sync="allreduce")'
         if auto.seconds > (1 - MARGIN) * plain.seconds:
-            said += ': "auto" does not know how much communication backward hides'
+            said += '. "auto" does not know how much communication backward hides'
     if best.seconds <= (1 - MARGIN) * plain.seconds:
         said = f"Compression can pay here: {said}"
     else:

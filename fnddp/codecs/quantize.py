@@ -121,9 +121,8 @@ class qsgd(Codec):
     """Round each element to ||x||_2 sign(x_i) l_i / s, where l_i in 0..s is rounded up or down at random: unbiased.
 
     The variance is at most min(d / s^2, sqrt(d) / s) times ||x||_2^2 over the d elements of a block. Memory is not
-    needed; use `error_feedback` only if that factor is below 1. The wrong choice for few levels in large blocks, where
-    the factor is sqrt(d) / s: `quantize(rounding="stochastic")` scales by the largest element and so wastes fewer
-    levels.
+    needed; use `error_feedback` only if that factor is below 1. For few levels in large blocks, where the factor is
+    sqrt(d) / s, use `quantize(rounding="stochastic")`: it scales by the largest element and wastes fewer levels.
 
     Args:
         levels: s, in 1..127: 1 takes 2 bits an element, up to 7 take 4, more take 8.

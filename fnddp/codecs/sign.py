@@ -84,9 +84,9 @@ class majority_vote(Codec):
     """Send the sign of each element. The mean is the sign of their sum: 1, -1, or 0 where the votes are even.
 
     Zeros abstain: a rank without a gradient, or of weight 0, does not count. The mean has magnitude 1, so the learning
-    rate alone sets the size of a step. The wrong choice without a rate made for it; with memory, because residuals are
-    in units of gradients but are corrected in units of 1; and on two ranks, because these either agree or tie. If an
-    element is NaN or infinite on one rank, its mean is NaN.
+    rate alone sets the size of a step, and must be tuned for it. Do not use it with memory, because residuals would be
+    in units of gradients but corrected in units of 1, nor on two ranks: they agree or tie. If an element is NaN
+    or infinite on one rank, its mean is NaN.
 
     Args:
         inner: A carrier. `two_shot` sends 2 bits an element twice; `allgather` sends them once, but to every rank: use

@@ -256,22 +256,23 @@ class Codec(Carrying):
         """
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
-        """Return the number of non-padding elements in each floating-point part, for a codec inside that averages.
+        """Return how many elements in each row of a floating-point payload tensor are not padding, by tensor name.
 
-        In each row of the part, padding must come last. A part without an entry has no padding.
+        A codec around this one's payload needs it if it averages over rows. Padding must come last in a row. A tensor
+        that is not in the result has no padding.
 
         Args:
-            n: Elements in a row of `encode`.
-            length: The number of them that are not padding: `[rows, 1]`, or `[1, 1]` if the same in all rows, in int64.
+            n: Number of elements in a row that was passed to `encode`.
+            length: How many of these are not padding: `[rows, 1]`, or `[1, 1]` if the same in all rows, in int64.
         """
         return {}
 
     def unit(self, n: int) -> int | None:
-        """Return how many elements of a row of `n` are encoded independently, so that plans may encode leaves together.
+        """Return the size of the pieces of a row that are encoded independently, for example a block with a scale.
 
-        `encode` and `decode` must then also take `[rows, pieces, unit]`, and return the same bits for a row and for its
-        pieces (the last one padded with zeros), whatever the other rows. Return `n` if this holds only for whole rows;
-        None, the default, if not even for rows: their sums or ties may depend on the number of rows.
+        Plans use it to encode several leaves in one call. `encode` and `decode` must then also take `[rows, pieces,
+        unit]`, with the last piece padded with zeros, and give the same bits as for whole rows. Return `n` if only rows
+        are independent; None, the default, if the bits of a row also depend on the number of rows.
         """
         return None
 

@@ -148,7 +148,8 @@ def _require_fit(name: str, make: Any, arguments: Sequence[Any], keywords: Mappi
     try:
         signature.bind(*arguments, **keywords)
     except TypeError as error:
-        raise TypeError(f"{name}: {error}; its options are {', '.join(known)}") from None
+        options = [f"{each} (a pipeline)" if each == "inner" else each for each in known]
+        raise TypeError(f"{name}: {error}; its options are {', '.join(options)}") from None
 
 
 def pipeline_of(what: str, sync: str | Sync) -> Sync:

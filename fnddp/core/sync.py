@@ -56,7 +56,7 @@ class Exchange(NamedTuple):
     state: State
 
     def decoded(self, decode: Callable[[Leaves], Leaves]) -> "Exchange":
-        """Return the same exchange with `mean` and `sent` decoded by `decode`."""
+        """Return this exchange with `decode` applied to `mean` and to `sent`."""
         return Exchange(decode(self.mean), decode(self.sent), self.state)
 
 
@@ -349,7 +349,7 @@ registry = Registry()
 
 @dataclass_transform(frozen_default=True)
 def transform(cls: type[T]) -> type[T]:
-    """Make a `Sync` subclass a frozen dataclass and register its name (it must be new) with `fnddp.parse`."""
+    """Make a `Sync` subclass a frozen dataclass, and register its name, a new one, so that `fnddp.parse` reads it."""
     require_subclass("transform", cls, Sync, "fnddp.Sync, or of fnddp.Codec for a codec")
     made = dataclass(frozen=True, repr=False)(cls)
     registry.add(cls.__name__, made)

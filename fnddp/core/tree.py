@@ -120,8 +120,7 @@ def unflatten(spec: Spec, leaves: Mapping[str, Any]) -> Tree:
 def annotated_items(tree: Tree) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
     """Yield path, annotations and value of every leaf of any type.
 
-    They are the annotations (`Annotated[..., these]`) of the named-tuple and dataclass fields that lead to the leaf,
-    outermost first.
+    Annotations, `Annotated[..., these]`, are of named-tuple and dataclass fields on the way to the leaf, from outside.
     """
     values, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
     for accessor, value in zip(spec.accessors(), values, strict=True):

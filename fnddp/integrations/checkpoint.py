@@ -236,8 +236,7 @@ def _to_save(
 ) -> dict[str, Any]:
     """Return the dict to write, with the first rank's buffers, and with the optimizers that took a step on any rank.
 
-    Between two forwards, buffers differ between ranks (BatchNorm), and DCP would mix buffers of several ranks. Raises
-    as `save`.
+    Between two forwards, buffers differ between ranks (BatchNorm), and DCP would mix buffers of several ranks.
     """
     model, optimizers = _given(model, optimizers)
     _require_equal_parameters(model, sync, group)

@@ -247,8 +247,7 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
 
     Raises:
         ValueError: The manager does not fit (see `ManagerWire`), or the pipeline: it is "auto", it names a process
-            group, its state is for a fixed number of ranks, or it needs a collective that the manager's process group
-            lacks.
+            group, its state is for a fixed number of ranks, or the manager's process group lacks a collective.
         TypeError: `kwargs` has an argument that a manager decides; a parameter is a DTensor.
         RankMismatchError: In `start_quorum`, on a replica that joins with another pipeline or other parameters. It
             leaves, as after any error while it loads the other replicas' state: its manager is shut down, each further

@@ -56,8 +56,7 @@ class PlanData:
         results: Leaves whose means have separate, persistent memory.
         memories: By leaf, the name of memory that may hold the next step's mean.
         constants: Tensors that belong to the pipeline itself.
-        peak_bytes: Peak memory of a step in addition to its gradients and state: buffers of collectives, temporaries,
-            and results.
+        peak_bytes: Peak memory of a step without its gradients and state: buffers of collectives, temporaries, results.
         backend: None for Python, or "inductor".
     """
 

@@ -1,8 +1,7 @@
 """Operators of carriers on all leaves of a bucket, each a single operation of a plan: encode, reduce, decode, sent.
 
 A payload is a list of parts, `[ranks, ...]`, with the blocks of all leaves; rows may have gaps between them. The
-references join leaves with blocks of one size, and call the codecs. A kernel computes the same bits from the leaves
-themselves.
+references join leaves with blocks of one size, and call the codecs. Kernels compute the same bits without joining.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +47,7 @@ def batches_for_operators(layers: Layers, leaves: Leaves) -> dict[str, Leaves]:
 
 
 def text_of(layers: Layers) -> str:
-    """Return the text that stands for `layers` in the arguments of operators."""
+    """Return the text that replaces `layers` in the arguments of operators."""
     text = repr(layers[0].codec)
     _LAYERS[text] = layers
     return text
@@ -161,7 +160,7 @@ def _kernel(codec: str, counts: tuple[int, ...], n: int, dtype: torch.dtype, dev
 
 
 class LeavesOperator:
-    """An operator on lists of tensors, `default`, and `out`, which writes to existing ones.
+    """An operator on lists of tensors: `default` makes its results, and `out` writes them to existing tensors.
 
     Its arguments are the codec's text, lists of tensors, the number of elements of each leaf, the number of ranks, and
     the dtype of leaves; with `moved` also this rank and the divisor of the mean.

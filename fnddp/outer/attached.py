@@ -69,8 +69,7 @@ def attach(
             is raised, and the next step exchanges again.
 
     Raises:
-        ValueError, TypeError: No parameter requires gradients, or `outer` does not fit them; on all ranks: `group` does
-            not fit shards.
+        ValueError, TypeError: No parameter requires gradients, or `outer`, or on all ranks `group`, does not fit them.
         RankMismatchError: On all ranks, if they disagree about `outer` or the parameters.
 
     >>> from fnddp import allreduce, outer
@@ -185,8 +184,7 @@ class Attached:
         """Run the outer step after a local one: called by the optimizer, if there is one. See `attach` for failures.
 
         Raises:
-            RuntimeError: In an exchange: a parameter of the model that requires a gradient did not when `attach` was
-                called.
+            RuntimeError: In an exchange: a parameter requires a gradient, but did not when `attach` was called.
         """
         self._world.require_same()
         self._exchanges.lane.require_whole()

@@ -113,8 +113,7 @@ class Outer(Expression, abc.ABC):
             The parameters after the outer step, in the tree of `params`, and the next state.
 
         Raises:
-            TypeError, ValueError: A leaf is not a dense tensor, the state belongs to another tree, or a pipeline is
-                `weighted`.
+            TypeError, ValueError: A leaf is not a dense tensor, the state is of another tree, a pipeline is `weighted`.
         """
         require_unweighted(self)
         leaves, spec = tree.flatten(params)

@@ -54,7 +54,7 @@ def _makes_view(function: Any) -> bool:
 
 
 def is_made_in_list(node: fx.Node) -> bool:
-    """Return whether `node` is one of the results of an operator on lists, which can write each into memory."""
+    """Return whether `node` is a result of an operator on lists, so that it can be written into given memory."""
     return node.target is operator.getitem and node.all_input_nodes[0].target in OUT
 
 

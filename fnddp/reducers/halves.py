@@ -85,11 +85,11 @@ class Owners:
         return self._shape[path]
 
     def sent_shape(self, path: str) -> torch.Size:
-        """Return the shape that `to_all` takes for a leaf on all ranks: of the leaf, or of the first rank's rows."""
+        """Return the shape that all ranks pass to `to_all` for a leaf: its own, or that of the first rank's rows."""
         return self._shape[path] if self._owner[path] is not None else self.own_shape(path, 0)
 
     def own_shape(self, path: str, rank: int) -> torch.Size:
-        """Return the shape of the part of a leaf that `rank` owns: `[rows, ...]`, a scalar's shape, or `[0]`."""
+        """Return the shape of the part of a leaf that `rank` owns: `[rows, ...]`, `[]` for a scalar, or no rows."""
         begin, end = self.rows(path, rank)
         shape = self._shape[path]
         return shape if end and not shape else torch.Size([end - begin, *shape[1:]])
@@ -105,7 +105,7 @@ class Owners:
         return Table(self.n, cuts)
 
     def owner(self, path: str) -> int | None:
-        """Return the rank that owns the leaf; None for a leaf that is cut by rows."""
+        """Return the rank that owns the leaf; None for a leaf that is divided among the ranks by rows."""
         return self._owner[path]
 
     def own(self, path: str, leaf: Tensor, rank: int) -> Tensor:

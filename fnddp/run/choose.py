@@ -120,6 +120,13 @@ class Choice:
     @property
     def best(self) -> Cost:
         """The costs of the chosen pipeline. `costs` must not be empty."""
+        worst = self._worst
+        plain, best = self.costs[0], min(self.costs, key=worst.__getitem__)
+        return plain if worst[plain] <= (1 + MARGIN) * worst[best] else best
+
+    @property
+    def _worst(self) -> dict[Cost, float]:
+        """The largest ratio of each pipeline's step to the fastest one's, over all backward times."""
         # Ratios are largest if backward takes no time, or just hides all collectives of a pipeline but the last.
         backwards = (
             [0.0, *(each.wire_seconds - each.last_seconds for each in self.costs)]
@@ -127,20 +134,22 @@ class Choice:
             else [self.backward_seconds]
         )
         least = [(backward, min(each.step(backward) for each in self.costs)) for backward in backwards]
-
-        def regret(each: Cost) -> float:
-            return max((each.step(backward) / best for backward, best in least if best), default=1.0)
-
-        plain, best = self.costs[0], min(self.costs, key=regret)
-        return plain if regret(plain) <= (1 + MARGIN) * regret(best) else best
+        return {
+            each: max((each.step(backward) / best for backward, best in least if best), default=1.0)
+            for each in self.costs
+        }
 
     @property
     def compared(self) -> str:
-        """The comparison in words: the chosen pipeline first, then the fastest ones."""
-        order = sorted(
-            self.costs, key=lambda each: (each.pipeline != self.taken, each.wire_seconds + each.codec_seconds)
-        )
+        """The comparison in words: the costs of the choice, of the fastest other pipelines, and the runner-up."""
+        best, worst = self.best, self._worst
+        order = sorted(self.costs, key=lambda each: (each != best, each.wire_seconds + each.codec_seconds))
         costs = [f"{each.pipeline} {duration(each.wire_seconds)} + {duration(each.codec_seconds)}" for each in order]
+        second = min(order[1:], key=worst.__getitem__, default=best)
+        if second != best:
+            ratio = worst[second] / worst[best]
+            costs[-1] += f"; runner-up: {second.pipeline}, whose worst case takes {ratio:.2f}x as long"
+            costs[-1] += ", too little to leave the plain mean" if ratio < 1 else ""
         return f"at most, for collectives + codec of a step: {', '.join(costs)}"
 
     def slowest(self, others: "Sequence[Choice]") -> "Choice":
@@ -177,8 +186,7 @@ def choose(
         loss: "none" for pipelines that certainly end less than 0.01 nats above the plain mean; "some" for all pipelines
             in docs/convergence.md that do not need an optimizer of their own.
         world_size: Number of ranks; None for the ranks of the process group.
-        codec_seconds: Seconds to encode and decode a byte of gradients, alone, by pipeline. Other pipelines are not
-            chosen.
+        codec_seconds: Seconds to encode and decode a byte of gradients, alone, by pipeline: only these are chosen.
         backward_seconds: Time of backward; None if unknown.
 
     Raises:

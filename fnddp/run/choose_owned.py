@@ -79,13 +79,13 @@ def choose_owned(
     codec_seconds: Mapping[str, float] | None = None,
     backward_seconds: float | None = None,
 ) -> Hops:
-    """Return `gradients` and `weights` for `own` with the shortest step on a link: like `choose`, for sharded Muon.
+    """Return the two pipelines of `own`, of gradients and of weights, with the shortest step of Muon on a link.
 
     Candidates are only those pairs of `benchmarks/muon_bits.py` for which repeated runs rule out that Muon's loss ends
-    more than `within` above that of the exact mean. Both hops are planned as in `own`, padding included, and that takes
-    seconds. Backward hides the sending of gradients; nothing hides that of weights. The exact pair is returned unless
-    another wins by 10 %. If the time of backward is unknown, the worst case counts, as in `choose`. The wrong choice
-    where you can measure your model's loss: the study is of one small model, on 8 ranks.
+    more than `within` above that of the exact mean. Planning both hops takes seconds. The time of gradients can overlap
+    with backward; that of weights overlaps with nothing. The exact pair is returned unless another one wins by 10 %. If
+    the time of backward is unknown, the worst case counts, as in `choose`. If you can measure your model's loss, do
+    that instead: the study is of one small model, on 8 ranks.
 
     Args:
         model: The model, before it is passed to `own`; the meta device is allowed. If a leaf is not float32, bfloat16

@@ -29,8 +29,8 @@ CALLS = 5
 def measure_backward(loss_fn: Callable[..., Tensor], params: Tree, *batch: object, calls: int = CALLS) -> Compute:
     """Time forward and backward on this machine, and the moment in backward when each leaf's gradient is ready.
 
-    Nothing is synchronized and no gradient is kept. Pass `order` of the result to `lower`, as `arrival`: it is the
-    order that training learns. Measure on a machine like those that you will train on, with nothing else running. If
+    It synchronizes nothing and keeps no gradient. The `order` of the result is the one that training would learn: pass
+    it to `lower`, as `arrival`. Measure on a machine like those that you will train on, with nothing else running. If
     ranks will share the machine, let all measure at the same time, each with its number of threads
     (`torch.set_num_threads`).
 

@@ -94,7 +94,7 @@ def _fill_storage(tensors: list[Tensor]) -> bool:
 
 
 def _choose_storage(found: Tensor, before: Sequence[Any], chosen: list[Any], places: list[int]) -> None:
-    """Replace the tensors of a storage, which they fill, by those of `before` if `found` is true, all at once."""
+    """Replace all tensors that fill a storage by those of `before` if `found` is true, in one operation."""
     new, old = ([parts[i] for i in places] for parts in (chosen, before))
 
     def like_new(memory: Tensor) -> list[Tensor]:

@@ -26,10 +26,10 @@ class PartitionState(NamedTuple):
 
 @transform
 class partition(Sync):
-    """Run the pipeline of the first matching pattern on every leaf; patterns are compared with the leaf's path.
+    """Give each leaf the pipeline of the first pattern that matches the leaf's path.
 
-    Patterns are those of `fnmatch`, case-sensitive: `*.bias`, `layer4.*`, `*`. So that no typo goes unnoticed, `init`
-    and `exchange` raise a ValueError for a leaf without a pattern, and for a pattern without leaves.
+    Patterns are those of `fnmatch`, case-sensitive: `*.bias`, `layer4.*`, `*`. `init` and `exchange` raise a ValueError
+    if a leaf matches no pattern, or if a pattern gets no leaf, because that is probably a typo.
 
     Args:
         rules: Pipelines by pattern; the first match wins.

@@ -26,13 +26,11 @@ class measure(Sync):
     """Store in the state how far the result of `inner` is from its gradients; change nothing else.
 
     `error` is |g - sent| / |g| over all leaves: the part of this rank's gradient that was not sent. `cosine` is the
-    cosine of the angle between the mean and the exact mean, over all leaves: 1 without loss. Integer leaves do not
-    count.
+    cosine of the angle between the mean and the exact mean, over all leaves but integers: 1 without loss.
 
     `measure(error_feedback(topk(allgather)))` compares with the gradients. `error_feedback(measure(topk(allgather)))`
     compares with the input of the compressor: gradients plus residual. The exact mean costs an uncompressed
-    all_reduce, so `every_steps=1` is the wrong choice for more than a few steps. Reading a number waits for an
-    accelerator.
+    all_reduce, so use `every_steps=1` only for a few steps. Reading a number waits for an accelerator.
 
     Args:
         inner: The pipeline: a mean over one process group, the same on all ranks, in every step.

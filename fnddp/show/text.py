@@ -153,7 +153,7 @@ def header(plan: PlanData) -> list[str]:
 def owners_of_rows(plan: PlanData) -> list[str]:
     """Return a table of each bucket of leaves with owners: the elements in each rank's row.
 
-    For chunks of leaves (`two_shot`) there are tables only if they are short, because all chunks of a leaf are alike.
+    For chunks of leaves (`two_shot`) there are tables only if they are short, as all chunks of a leaf look the same.
     """
     found = [each.owners for each in all_in(plan.sync) if isinstance(each, to_owners | to_all) and each.owners]
     inner, n = plan.sync, max((collective.world_size for collective in plan.collectives), default=1)

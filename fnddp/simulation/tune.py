@@ -500,8 +500,7 @@ def tune(
         bucket_cap_mb: MiB of gradients in one message; hops of owners use the default of `own`.
         threads: Number of threads of a rank during timing.
         among: The pipelines that may win; None for all.
-        tell: Callback before each timing and each training step: a description, the number of timings or steps done,
-            and their total.
+        tell: Callback before each timing and training step: a description, the number done, and their total number.
         found: Callback after each seed: the findings so far, and the number of seeds.
 
     Raises:

@@ -65,8 +65,7 @@ def _remembered(owner: Sync, leaves: Leaves, *entries: Leaves) -> list[str]:
 class ErrorFeedbackState(NamedTuple):
     """`residual`: losses of earlier exchanges on this rank, by leaf path.
 
-    `scale`: with `residual="int8"`, the factors of the int8 numbers in `residual` by leaf path, one for each block;
-    else empty.
+    `scale`: with `residual="int8"`, the factors of its numbers by leaf path, one for each block; else empty.
     """
 
     residual: Local[Remembered[Leaves]]
@@ -129,10 +128,10 @@ def _of_residuals(fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], state: 
 class error_feedback(Memory):
     """Add the errors of this rank's earlier exchanges to each gradient.
 
-    With e the residual and g the gradient: x = g + decay * e; exchange x; e = x - sent. `sent` accounts for all losses
-    of `inner`. So the sum of all outputs plus the mean residual equals the sum of all mean gradients, with decay 1 and
-    except for the rounding of sums in 16 bits. Biased compressors (PowerSGD, top-k, sign) converge with it, at the cost
-    of one more copy of the gradients. The wrong choice around a lossless pipeline: it costs memory and does nothing.
+    With e the residual and g the gradient: x = g + decay * e; exchange x; e = x - sent. `sent` is x as the other ranks
+    decoded it, so e has everything that `inner` has lost. With decay 1, the sum of all outputs plus the mean residual
+    equals the sum of all mean gradients, except for the rounding of sums in 16 bits. Biased compressors (PowerSGD,
+    top-k, sign) converge with it. It costs one more copy of the gradients. Around a lossless pipeline it is useless.
 
     Args:
         decay: Factor on the residual, in [0, 1]. Lower forgets faster; below 1 the equality above no longer holds.
@@ -210,14 +209,14 @@ class momentum_correction(Memory):
     """Accumulate momentum instead of gradients until elements are sent, as deep gradient compression does.
 
     With g the gradient: u = momentum * u + g; v = v + u; exchange v; v = v - sent; with `masking`, also u = 0 for
-    elements that were sent. It is memory itself: use no `error_feedback` around it or in it, and an optimizer *without*
-    momentum, `torch.optim.SGD(params, lr)`.
+    elements that were sent. v is its residual: do not combine it with `error_feedback`. Use an optimizer *without*
+    momentum, `torch.optim.SGD(params, lr)`, not Adam or similar ones.
 
-    Error feedback sends a sum of gradients, and the optimizer applies its momentum to the sum at once; here each
-    element gets the momentum that it would have had without delay. Masking forgets the momentum of sent elements,
-    because it is stale by then. The wrong choice for Adam and similar optimizers. Dense compressors (PowerSGD, sign,
-    casts) send a part of every element: use `masking=False` with them. Over `two_shot`, elements with an error in the
-    second hop also count as sent on their owner.
+    With error feedback, a delayed element arrives as a sum of gradients, and the optimizer's momentum begins only then.
+    Here each element gets the momentum that it would have had without the delay. Masking drops the momentum of sent
+    elements, because it is stale by then. Dense compressors (PowerSGD, sign, casts) send a part of every element: use
+    `masking=False` with them. Over `two_shot`, elements with an error in the second hop also count as sent on their
+    owner.
 
     Without compression, the outputs are the steps of SGD with momentum, or with `masking` those of plain SGD.
 

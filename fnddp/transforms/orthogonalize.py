@@ -29,8 +29,7 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
     It factorizes the Gram matrices twice by Cholesky, in double precision (Fukaya et al., "CholeskyQR2", ScalA 2014),
     so that a condition number of 1e6 leaves 1e-12 of the orthogonality. Epsilon squared (for columns of unit norm) is
     added to the diagonals. It makes a column that depends on the others short instead of arbitrary, and short columns
-    become zero. The matrices, `[rows, rank]` with any numbers of rows, have one rank, dtype and device; the bases have
-    `dtype`.
+    become zero. The matrices, `[rows, rank]` with any rows, have one rank, dtype and device; bases have `dtype`.
     """
     rank = matrices[0].shape[1]
     # Inductor (torch 2.13) fuses products of rank 1 with slices of their rows, and drops the rows after the last

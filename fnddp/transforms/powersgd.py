@@ -21,7 +21,7 @@ ITERATIONS = 4  # of `refresh`: each multiplies wanted / unwanted by the square 
 
 Stacks: TypeAlias = list[list[list[str]]]
 """Paths of leaves in stacks of groups. The small factors of a stack are computed together. A group is one matrix, or
-several small ones of one shape, which are multiplied as one tensor `[count, ...]`."""
+several small ones of one shape, multiplied as one tensor `[count, ...]`."""
 
 
 class PowerSGDState(NamedTuple):
@@ -248,7 +248,7 @@ class powersgd(Sync):
         # Stack only leaves that share a default gradient bucket: factors of other buckets are not there at that time.
         buckets = assign_buckets({path: leaves[path].nbytes for path in reversed(leaves)}, BUCKET_CAPS)
         stacks: dict[object, dict[object, list[str]]] = {}
-        # Compiled, ranks with other shapes of data would send what stacks give in another order.
+        # Compiled, ranks with other shapes of data would send the factors of stacks in another order.
         is_compiling = torch.compiler.is_compiling()
         for path, leaf in leaves.items():
             if self._is_low_rank(leaf):

@@ -70,10 +70,10 @@ def _is_drawn_from(leaf: Tensor) -> bool:
 class random_k(Drawn):
     """Send k elements of each leaf, drawn anew in each step, and zeros for all others.
 
-    All ranks draw from one seed, so they send no indices, their payloads add, and it wraps any pipeline. It is a
-    contraction by 1 - k / n in expectation: wrap it in `error_feedback`. The wrong choice for gradients with few large
-    elements (`topk` finds them); and where drawing (a hash of each element, and the largest k of them) costs more than
-    it saves: `random_block` draws one number for each leaf.
+    All ranks draw from one seed, so indices need not be sent, payloads can be added, and it wraps any pipeline. A
+    fraction 1 - k / n of the elements is left out in each step: wrap it in `error_feedback`. If gradients have few
+    large elements, use `topk`: it finds them. If drawing takes too long (it hashes each element, and takes the
+    largest k), use `random_block`: it draws one number for each leaf.
 
     A NaN or infinite element shows in the mean only once it is drawn. Integer leaves are sent whole.
 

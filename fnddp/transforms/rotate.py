@@ -41,8 +41,7 @@ class rotate(Sync):
         seed: Seed of the signs; must be the same on all ranks.
 
     Source: Jia et al., "SDP4Bit", NeurIPS 2024; Suresh et al., "Distributed mean estimation with limited
-    communication", ICML 2017 (stochastic rotated quantization). Deviation: the inverse is applied once to the mean,
-    not at each hop.
+    communication", ICML 2017 (stochastic rotated quantization). Deviation: the mean is rotated back, once.
 
     >>> from fnddp import quantize, two_shot
     >>> grads = {"w": torch.ones(32).index_fill(0, torch.tensor(5), 30.0)}

@@ -32,8 +32,7 @@ class weighted(Sync):
         inner: A pipeline that takes a mean over one process group.
 
     Raises:
-        TypeError: `inner` takes another reduction than a mean, reduces over several process groups, or does not name
-            its group.
+        TypeError: `inner` does not take a mean, reduces over several process groups, or does not name its group.
         ValueError: In a step: a leaf is of integers; on all ranks: a weight is missing or invalid, or all are 0.
 
     >>> import torch

@@ -176,12 +176,12 @@ class Steps:
 
     @torch_private.skipped_by_dynamo
     def _reaches_output(self, behind: Sequence[Any], _: Tensor) -> None:
-        """Begin a step when a backward reaches the output of a forward; `behind`: graph nodes of that output."""
+        """Begin a step when a backward reaches the output of a forward. `behind` holds graph nodes of that output."""
         if self._open() is None and accumulates(self.parameters.values(), behind):
             self._start()
 
     def _start(self, accumulated: str = "") -> _Taken:
-        """Return the facts of the open step; begin a step if none is open.
+        """Return the facts of the open step, and begin a step first if necessary.
 
         Args:
             accumulated: A parameter in which this backward has accumulated a gradient already, so that it is unknown

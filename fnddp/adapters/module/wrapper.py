@@ -95,7 +95,7 @@ class DistributedDataParallel(TorchNames):
     >>> dist.destroy_process_group()
     """
 
-    steps_class: ClassVar[type[Steps]] = Steps
+    _steps_class: ClassVar[type[Steps]] = Steps
     """The class that turns its backwards into steps."""
 
     _takes_in_thawed: ClassVar[bool] = True
@@ -448,7 +448,7 @@ class DistributedDataParallel(TorchNames):
 
     def _set_up(self, pipeline: Sync, initial: State) -> None:
         """Create the attributes that are neither copied nor pickled, and begin with `pipeline` in state `initial`."""
-        self._steps = self.steps_class(self._promises)
+        self._steps = self._steps_class(self._promises)
         self.reducer = reducer(self._steps)
         self._use(pipeline, initial, self._trained)
 

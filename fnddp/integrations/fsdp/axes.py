@@ -123,8 +123,7 @@ def plan_axes(
 ) -> AxesPlan:
     """Return the plan of the messages that `compress` would send on a cluster, without running it and without ranks.
 
-    The wrong function if gradients are reduced or weights are gathered in another dtype than their own: use the `plan`
-    of `compress`.
+    The wrong function if gradients are reduced or weights are gathered in another dtype: use the `plan` of `compress`.
 
     Args:
         groups: The parameters of each `fully_shard` call, by module name and by parameter name; only shapes and dtypes
@@ -146,10 +145,10 @@ def plan_axes(
     >>> print(plan_axes(
     ...     model, world_size={"shards": 8, "replicas": 4}, gradients="quantize(two_shot, bits=4)"
     ... ).show(Link.parse("1gbit")))
-    axis       pipeline                    ranks  messages   payload      time
-    gradients  quantize(two_shot, bits=4)      8         2  139.8 kB  978.7 us
-    weights    FSDP's own                      8         1  131.3 kB  7.354 ms
-    replicas   allreduce                       4         1  131.3 kB  1.576 ms
+    axis       pipeline                    ranks  messages   payload  on the link      time
+    gradients  quantize(two_shot, bits=4)      8         2  139.8 kB     122.3 kB  978.7 us
+    weights    FSDP's own                      8         1  131.3 kB     919.3 kB  7.354 ms
+    replicas   allreduce                       4         1  131.3 kB       197 kB  1.576 ms
     """
     pipeline = pipeline_of("plan_axes: replicas", replicas or allreduce)
     sizes = {"shards": 1, "replicas": 1, "workers": 1, **(world_size or {})}
@@ -231,10 +230,10 @@ def compress(
     >>> model = fully_shard(nn.Linear(8, 8), mesh=mesh["shard"])
     >>> handle = compress(model, mesh, gradients="quantize(two_shot)", replicas="bf16(allreduce)")
     >>> print(handle.plan)
-    axis       pipeline            ranks  messages  payload
-    gradients  quantize(two_shot)      1         0      0 B
-    weights    FSDP's own              1         0      0 B
-    replicas   bf16(allreduce)         1         1    144 B
+    axis       pipeline            ranks  messages  payload  on the link
+    gradients  quantize(two_shot)      1         0      0 B          0 B
+    weights    FSDP's own              1         0      0 B          0 B
+    replicas   bf16(allreduce)         1         1    144 B          0 B
     >>> dist.destroy_process_group()
     """
     names = mesh.mesh_dim_names

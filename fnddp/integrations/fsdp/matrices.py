@@ -341,8 +341,7 @@ def own_matrices(
     Owners are balanced by rows x columns x the smaller of both. Before the step everything is as in FSDP: gradients are
     shards, so clipping and loss scalers work as with any DTensor. An owner stores its matrices and their optimizer
     state, 1 / n of all, in addition to its shards. Each rank copies its shards, to detect values loaded into
-    them, and to restore them if a step fails. With HSDP each replica does the same. Hooks before and after steps see
-    shards.
+    them, and to restore them if a step fails. With HSDP each replica does the same. Step hooks see shards.
 
     The wrong choice for optimizers that compute each element independently: they can run on shards.
 

@@ -1,5 +1,6 @@
 """The messages of a step of a sharded model, by axis."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -25,6 +26,10 @@ class Axis:
         """Payload bytes that one rank passes to its collectives."""
         return sum(nbytes for _, nbytes, _ in self.messages)
 
+    def link_bytes(self, link: Link | None = None) -> int:
+        """Return the payload bytes that one rank sends over `link` for all messages; None for any link of gloo."""
+        return sum((link or Link(math.inf)).link_bytes(*message) for message in self.messages)
+
     def seconds(self, link: Link) -> float:
         """Return the time of all messages on `link`, one after the other."""
         return sum(link.seconds(*message) for message in self.messages)
@@ -41,14 +46,18 @@ class AxesPlan:
     axes: tuple[Axis, ...]
 
     def show(self, links: Link | Mapping[str, Link] | None = None) -> str:
-        """Return the table, with the time of each axis on its link, or on one link for all."""
-        rows = [("axis", "pipeline", "ranks", "messages", "payload", *([] if links is None else ["time"]))]
+        """Return the table, with the time of each axis on its link, or on one link for all.
+
+        "payload" counts the bytes that a rank passes to its collectives, "on the link" those that it then sends.
+        """
+        last = [] if links is None else ["time"]
+        rows = [("axis", "pipeline", "ranks", "messages", "payload", "on the link", *last)]
         for axis in self.axes:
             link = links[axis.name] if isinstance(links, Mapping) else links
             time = [] if link is None else [duration(axis.seconds(link))]
-            sizes = str(axis.ranks), str(len(axis.messages)), scaled(axis.wire_bytes, "B")
+            payload, sent = scaled(axis.wire_bytes, "B"), scaled(axis.link_bytes(link), "B")
             name = axis.name if axis.steps == 1 else f"{axis.name}, every {axis.steps} steps"
-            rows.append((name, axis.pipeline, *sizes, *time))
+            rows.append((name, axis.pipeline, str(axis.ranks), str(len(axis.messages)), payload, sent, *time))
         return columns(rows, text=(0, 1))
 
     def __str__(self) -> str:

@@ -177,7 +177,7 @@ class Reductions:
             self.backward.require_idle()
 
     def refuse_capture(self, *_: object) -> None:
-        """Raise a RuntimeError if a step is captured whose states would change memory, or that takes a weight."""
+        """Raise a RuntimeError if a captured step would replace the memory of its states, or takes a weight."""
         if self.takes_weight or tree.flatten_any(self.states)[0]:
             self.device.refuse_capture("compress_shards has a pipeline of gradients with a state or a weight")
 

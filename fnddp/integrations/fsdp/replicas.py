@@ -235,8 +235,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     same order, as with two replicas. The wrong choice if links between shards are slow, too: FSDP sends those messages.
 
     Replicas begin with the parameters of the first replica. An error in the pipeline is raised on all ranks of all
-    shards; a user's error in one rank's backward leaves other ranks of its replica in FSDP's collectives until these
-    time out.
+    shards. After a user's error in one rank's backward, its replica's other ranks wait in FSDP until the timeout.
 
     Args:
         model: A model after `fully_shard(..., mesh=mesh["shard"])`, also of the model as a whole.

@@ -19,7 +19,7 @@ Fragments: TypeAlias = int | tuple[str, ...]
 class StreamingDiLoCoState(NamedTuple):
     """`step`: local steps so far. `anchor`, `velocity`: see `DiLoCoState`.
 
-    `pending`: by fragment, the differences sent in its open exchange, or zeros if none is open. Empty without a delay.
+    `pending`: by fragment, the differences sent in its open exchange, or zeros without one. Empty without a delay.
     `inner`: the pipeline's state, by fragment.
     """
 
