@@ -75,27 +75,27 @@ def plan(
     ] = 1,
     gradients: Annotated[
         str | None,
-        typer.Option(metavar="PIPELINE", help="with --shards, of gradients between them, such as 'quantize(two_shot)'"),
+        typer.Option(metavar="PIPELINE", help="with --shards, the pipeline of gradients: 'quantize(two_shot)'"),
     ] = None,
     weights: Annotated[
         str | None,
-        typer.Option(metavar="PIPELINE", help="with --shards, of weights between them, such as 'quantize(allgather)'"),
+        typer.Option(metavar="PIPELINE", help="with --shards, the pipeline of weights: 'quantize(allgather)'"),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="plan the step of this number, and not one after all warm-ups"),
+        typer.Option(min=0, metavar="N", help="plan step number N instead of a step after all warm-ups"),
     ] = None,
     backward: Annotated[
         float | None,
         typer.Option(
-            callback=options.positive, metavar="SECONDS", help="time of backward, to compute that of the step"
+            callback=options.positive, metavar="SECONDS", help="time of backward, to compute the time of a step"
         ),
     ] = None,
     bucket_cap_mb: Annotated[
         float,
-        typer.Option(callback=options.positive, metavar="MB", help="MiB of gradients whose payloads travel together"),
+        typer.Option(callback=options.positive, metavar="MB", help="MiB of gradients that are sent together"),
     ] = 25.0,
-    show: Annotated[bool, typer.Option("--show", help="print each plan in full, too")] = False,
+    show: Annotated[bool, typer.Option("--show", help="also print each plan in full")] = False,
     as_json: options.Json = False,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the timeline of the plan of one pipeline")
@@ -170,7 +170,7 @@ def bench(
     pipelines: options.Pipelines = None,
     codecs: Annotated[
         bool,
-        typer.Option("--codecs", help="instead, time encoding and decoding of the pipelines, or of all codecs"),
+        typer.Option("--codecs", help="time only encoding and decoding, of the pipelines or of all codecs"),
     ] = False,
     ranks: options.Ranks = None,
     link: options.Link = "loopback",
@@ -241,12 +241,12 @@ def bench(
 
 
 def run(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="a training script, as torchrun runs it")],
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="a training script, as for torchrun")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENT", show_default=False, help="its own")
+        list[str] | None, typer.Argument(metavar="ARGUMENT", show_default=False, help="arguments of the script")
     ] = None,
     link: options.Link = "1gbit",
-    ranks: Annotated[int, typer.Option(min=1, metavar="N", help="number of ranks, each a host of its own")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, metavar="N", help="number of ranks, each on a host of its own")] = 2,
 ) -> int:
     """Run a training script of your own over a slow link.
 
@@ -282,16 +282,16 @@ def tune(
     ] = None,
     link: options.Link = "1gbit",
     ranks: Annotated[int, typer.Option(min=1, metavar="N", help="number of virtual ranks")] = 8,
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="of each training")] = 150,
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="trainings with each pipeline")] = 3,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="training steps of each run")] = 150,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="training runs with each pipeline")] = 3,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="samples of a rank in a step")] = 8,
     rate: Annotated[
         float | None,
-        typer.Option(callback=options.positive, metavar="R", help="the first learning rate; it falls linearly"),
+        typer.Option(callback=options.positive, metavar="R", help="learning rate at the start; it falls linearly"),
     ] = None,
     within: Annotated[
         str,
-        typer.Option(metavar="P", help="how far above the plain mean's a loss may end: 0.01, or, relative to it, 1%"),
+        typer.Option(metavar="P", help="largest acceptable loss above the plain mean's: 0.01, or 1% of it"),
     ] = "0.01",
     own: Annotated[
         bool, typer.Option("--own", help="compare both hops of fnddp.own: a PIPELINE is then 'GRADIENTS, WEIGHTS'")

@@ -37,7 +37,7 @@ def fnddp(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
     ] = False,
 ) -> None:
-    """Gradient synchronization as composable pure transforms."""
+    """Train with PyTorch over slow networks: compress the gradients that ranks exchange."""
 
 
 def completion(shell: Literal["bash", "zsh", "fish"]) -> int:

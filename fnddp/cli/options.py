@@ -53,15 +53,16 @@ Ranks: TypeAlias = Annotated[
 Link: TypeAlias = Annotated[
     str, typer.Option(metavar="RATE[:LATENCY]", help="rate of each rank's link, such as 200mbit or 1gbit:1ms")
 ]
-Out: TypeAlias = Annotated[Path, typer.Option(metavar="PATH", help="where files go")]
+Out: TypeAlias = Annotated[Path, typer.Option(metavar="PATH", help="folder for the files that it writes")]
 Seed: TypeAlias = Annotated[int, typer.Option(min=0, metavar="N", help="seed of initial parameters, batches and order")]
 Imports: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
-        "--import", metavar="MODULE", help="import it first, for the transforms that it registers: a name, or FILE.py"
+        "--import", metavar="MODULE", help="module with transforms of your own, imported first: a name, or FILE.py"
     ),
 ]
 Device: TypeAlias = Annotated[
-    str, typer.Option(metavar="KIND", help="cpu, or an accelerator such as cuda; auto: that, if there are enough")
+    str,
+    typer.Option(metavar="KIND", help="cpu, or an accelerator such as cuda; auto: the accelerator if all have one"),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="print JSON instead")]

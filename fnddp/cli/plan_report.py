@@ -134,9 +134,9 @@ def show(setting: Setting, pipelines: Sequence[Costs]) -> None:
     legend = {
         **SIZES,
         "reduction": "times fewer link bytes than a plain mean of float32; -: none, or several groups",
-        "rounds": "of collectives, of which each waits for the one before",
-        "memory": "at most, in addition to gradients and state; a plan on CPUs keeps more; -: not known",
-        "comm": "all collectives, one after the other",
+        "rounds": "collectives that wait for each other, one after the other",
+        "memory": "maximum, in addition to gradients and state; a plan on CPUs keeps more; -: not known",
+        "comm": "time of all collectives, one after the other",
         "step": f"with a backward of {duration(setting.backward or 0.0)}; buckets are ready at even intervals of it",
         "exposed": "time that a step waits for communication",
     }

@@ -26,8 +26,8 @@ RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 SILENT, QUIET = 2.0, 30.0  # seconds without a line, for a new task and for a running one
 
 SIZES = {
-    "wire B": "wire bytes: what a rank passes to its collectives in a step",
-    "link B": "link bytes: what it sends over its link for that, in rings",
+    "wire B": "wire bytes: payload that a rank passes to its collectives in a step",
+    "link B": "link bytes: bytes that a rank then sends over its link, if collectives are rings",
 }
 """Captions of the columns of bytes, in all tables of commands: see docs/glossary.md."""
 

@@ -49,7 +49,7 @@ def show(tuned: Tuned, found: dict[str, Any]) -> None:
         "loss": "at the end, simulated, the mean over seeds",
         "above": f"that of {tuned.kind.called}, with the interval of 95 % confidence: pairs of trainings from one seed",
         "mark": f"P: nothing else is as fast and as good; ok: seeds rule out that it ends more than {tuned.within:.3g} "
-        f"above; ?: they do not tell; <-: the one to take; auto: what {tuned.kind.chooser} takes",
+        f"above; ?: seeds do not decide; <-: take this one; auto: the choice of {tuned.kind.chooser}",
     }
     note = "Measured by one rank alone, on one core: ranks that share cores, caches or a GPU take longer to compute."
     echo(f"{title(found)}\n")

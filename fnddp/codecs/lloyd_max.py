@@ -32,10 +32,10 @@ class lloyd_max(Codec):
     """Round each element to the nearest of 2 ** bits levels, spaced for a normal distribution.
 
     For normal numbers 1 bit loses 0.363 of the variance, 2 bits 0.1175, 3 bits 0.0345 and 4 bits 0.0095. The evenly
-    spaced levels of `quantize` lose about 0.59 (2 bits) and 0.014 (4 bits) in blocks of 128. It is a contraction for
-    any elements, and biased, so wrap it in `error_feedback`. The wrong choice at 4 bits for gradients with few large
-    elements, because the levels end below them (`quantize` errs less), and for gradients with many zeros, because no
-    level is 0: only blocks of zeros stay zeros.
+    spaced levels of `quantize` lose about 0.59 (2 bits) and 0.014 (4 bits) in blocks of 128. It is biased, but
+    its error is smaller than its input: wrap it in `error_feedback`. At 4 bits use `quantize` for gradients with few
+    large elements, because these levels end below them, and for gradients with many zeros, because no level is 0: only
+    blocks of zeros stay zeros.
 
     Each block is divided by its root mean square. The scale that multiplies its levels minimizes the squared error, and
     is sent in 8 bits (three of a fraction, five of an exponent), relative to the row's largest scale, a float32. A

@@ -251,8 +251,8 @@ class Codec(Carrying):
     def encode(self, x: Tensor) -> Payload:
         """Return the payload of `x: [rows, n]`, each row encoded independently. `x` has the gradients' dtype.
 
-        `two_shot` pads rows with zeros to one length. A codec that `averages` over a row gets `length=` after all other
-        arguments: the number of elements in each row that are not padding, `[rows, 1]` in int64, or None for all.
+        `two_shot` pads rows with zeros to one length. A codec with `averages = True` also gets `length=`: the number of
+        elements in each row that are not padding, `[rows, 1]` in int64, or None if there is no padding.
         """
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:

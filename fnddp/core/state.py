@@ -92,7 +92,7 @@ def load_state_dict(state_template: State, saved: Mapping[str, Any]) -> State:
 
     Raises:
         TypeError: `state_template` is no state, as for `state_dict`.
-        ValueError: Keys, shapes or dtypes differ; names the paths.
+        ValueError: Keys, shapes or dtypes differ. The error names the paths.
 
     >>> from fnddp import allreduce, warmup
     >>> load_state_dict(warmup(allreduce, steps=3).init({}), {"replicated/step": 2})

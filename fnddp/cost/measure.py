@@ -30,10 +30,10 @@ def measure_link(group: Group = None, *, dtype: torch.dtype = torch.float32, sec
     """Measure the link between the ranks of a process group: call it on all of them, before training or between steps.
 
     It times all_reduces of 4 KiB to 64 MiB back to back (up to the size that takes about 0.2 s), half a second to three
-    seconds in all. Alpha and B are fitted to the slowest rank's median for each size. The result is wrong if the
-    network is busy at other times than now.
+    seconds in all. Alpha and B are fitted to the slowest rank's median for each size. The result is wrong if
+    other traffic shares the network later, but not now.
 
-    Sizes alone do not separate gamma from 1/B, so gamma is 0, and B is the bandwidth that an all_reduce of `dtype`
+    These times do not separate gamma from 1/B, so gamma is 0, and B is the bandwidth that an all_reduce of `dtype`
     achieves, including headers and sums. On links slower than the sum, transfers hide the sum, and B is the same for
     all dtypes; within one machine gloo is slower in float16. A token bucket (faster first bytes after a pause) is empty
     here: B is the sustained bandwidth.

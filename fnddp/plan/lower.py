@@ -55,7 +55,7 @@ def lower(
 
     Args:
         sync: The pipeline, or its text.
-        params: Any pytree of parameters or gradients (the meta device is allowed), or a module with parameters.
+        params: Any pytree of parameters or gradients (also on the meta device), or a module for its trained parameters.
         state: The pipeline's state. Its counters choose the phase (warm-up, or after it); None for the first step.
         world_size: Number of ranks to plan for, without a process group. For a pipeline over several groups a number by
             group name (None is the default group): {"node": 8, "across": 128}. None for the existing groups.

@@ -21,8 +21,8 @@ class all_gather(Carrier):
     """Send each rank's payload to all ranks; every rank decodes all payloads and adds them in float32, in rank order.
 
     `allgather` is the ready-made `all_gather()`. A codec sees each leaf as one row. A gradient loses precision once, in
-    the encoding on its own rank. The wrong choice for many ranks: each rank receives n - 1 payloads, but in a ring
-    about two for any n. A payload of s bits an element beats a ring of b bits only while n < 2 b / s.
+    the encoding on its own rank. With many ranks use `two_shot`: here a rank receives n - 1 payloads, but with
+    `two_shot` about two. A payload of s bits an element beats an all_reduce of b bits only while n < 2 b / s.
 
     Args:
         group: See `all_reduce`.

@@ -19,9 +19,9 @@ from fnddp.transforms.powersgd import powersgd
 class bucketize(Sync):
     """Lay out leaves of one dtype and device in flat one-dimensional buffers, and exchange the buffers.
 
-    Buckets are filled in the reverse order of paths: it is the same on all ranks and close to the order of backward.
-    A bucket is closed once it holds the cap, as in torch's DDP. Its name is that of its first and last leaf, so inner
-    state is keyed by leaf paths. The wrong choice around `powersgd`, because it needs matrices: write
+    Buckets are filled in the reverse order of paths. This order is equal on all ranks and close to that of backward. A
+    bucket is closed once it has reached its cap, as in torch's DDP. Its name is that of its first and last leaf, so
+    inner state is keyed by leaf paths. Do not use it around `powersgd`, because that needs matrices: write
     `powersgd(bucketize(...))`.
 
     The caps set the input of the inner pipeline, such as a codec's blocks; plans join messages in buckets of their own

@@ -193,7 +193,7 @@ def bf16(inner: Sync, *, check: bool = False) -> Sync: ...
 def bf16(inner: Sync, *, check: bool = False) -> Sync:
     """Return `cast(inner, torch.bfloat16)`: half the bytes, 8 bits of precision, the range of float32.
 
-    The wrong choice for many ranks, except around a carrier: sums are rounded to 8 bits, unseen by error feedback.
+    Use it around a carrier on many ranks: sums of `bf16(allreduce)` are rounded, and error feedback does not see it.
     `check`: see `cast`.
 
     >>> from fnddp import allreduce
