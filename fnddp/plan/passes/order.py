@@ -1,4 +1,4 @@
-"""Pass 6: one total order of everything, the same on all ranks.
+"""Pass 7: one total order of everything, the same on all ranks.
 
 Bucket i of gradients arrives in slot i. A collective of depth d is issued d slots after its bucket, and the input of
 the next round is computed from its result one slot later. So a bucket's second round is issued after the next bucket's
