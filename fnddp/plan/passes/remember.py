@@ -108,7 +108,7 @@ def _sums(
 
 def _source(node: Any) -> fx.Node:
     """Return the tensor of which `node` is the same elements in another shape."""
-    while is_view(node) and is_tensor(node.args[0]) and _is_reshaped(node.args[0], node):
+    while is_view(node) and _is_reshaped(node.args[0], node):
         node = node.args[0]
     return node
 
@@ -126,6 +126,8 @@ def _reader(node: fx.Node) -> Any:
 
 
 def _is_reshaped(a: fx.Node, b: fx.Node) -> bool:
+    if not (is_tensor(a) and is_tensor(b)):
+        return False
     x, y = value(a), value(b)
     return x.is_contiguous() and y.is_contiguous() and (x.numel(), x.dtype) == (y.numel(), y.dtype)
 
