@@ -160,8 +160,8 @@ def _store(entry, first, element, value, is_element, DTYPE: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "ranks", "decay"])
 def kernel(
     table, tiles, scale, q, scales, bytes, moved, q_moved, moves, bytes_moved, again, q_again, rank, ranks,
-    decay, nonfinite, N: tl.constexpr, WHAT: tl.constexpr, BY_INVERSE: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
-    BITS: tl.constexpr, MANY: tl.constexpr,
+    decay, nonfinite, N: tl.constexpr, WHAT: tl.constexpr, BY_INVERSE: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr, BITS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Do one of the operations of `fnddp.kernels.leaves`; rows of payloads are `scales` and `bytes` elements apart.
 
@@ -234,10 +234,11 @@ def run(
     tiles = on_device((places, many), lambda: _tiles(places, many), torch.int32, device)
     strides = [[part.stride(0) for part in each] for each in (scale, moved)]
     by_inverse = not device_of(device).divides_lists_alike
+    is_kept = tiles if nonfinite is None else nonfinite.to(device).view(torch.uint8)
     launched: Any = kernel
     launched[tiles.numel() // 2, 1 if what == "reduce_leaves" else n](
         leaves_on_device, tiles, *scale, *strides[0], *moved, *strides[1], *again, rank, ranks,
-        decay, tiles if nonfinite is None else nonfinite.to(device).view(torch.uint8), n, what, by_inverse, DTYPES[dtype], block, bits, many, **UNFUSED,
+        decay, is_kept, n, what, by_inverse, DTYPES[dtype], block, bits, many, **UNFUSED,
     )  # fmt: skip
     return True
 

@@ -235,7 +235,8 @@ def with_residuals(rank: int, device: str, by_class: bool) -> Any:
             if step == 3 and rank == 1:
                 scales[-1][5] = math.nan
             if model is None:
-                grads = {name: torch.empty_like(p).copy_(s) for (name, p), s in zip(net.x.named_parameters(), scales)}
+                given = zip(net.x.named_parameters(), scales, strict=True)
+                grads = {name: torch.empty_like(p).copy_(scale) for (name, p), scale in given}
                 mean, state = run(grads, state)
                 found += [grads, mean, state]
             else:

@@ -7,7 +7,7 @@ of a result changes.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -90,13 +90,13 @@ class _Memories:
         parts = parts[: len(state)]  # the remaining inputs are numbers
         self.mean_of = {self.memory(node): path for path, node in zip(paths, means, strict=True) if is_tensor(node)}
         self.part_of = {self.memory(node): part for node, part in zip(state, parts, strict=False) if is_tensor(node)}
-        self.residual_of = _residuals(self.leaves, parts) | {
-            self.leaves[leaf]: self.memory(part)
-            for node in self.nodes
-            if node.target is ENCODE_SUM.default
-            for leaf, part in zip(*([self.memory(each) for each in some] for some in node.args[1:3]), strict=True)
-            if leaf in self.leaves and _same_kind(value(leaf), value(part))
-        }
+        self.residual_of = _residuals(self.leaves, parts)
+        for node in [node for node in self.nodes if node.target is ENCODE_SUM.default]:
+            arguments: Any = node.args
+            for x, residual in zip(arguments[1], arguments[2], strict=True):
+                leaf, part = cast(Any, [self.memory(x), self.memory(residual)])
+                if leaf in self.leaves and _same_kind(value(leaf), value(part)):
+                    self.residual_of[self.leaves[leaf]] = part
 
     def decide(self, node: fx.Node) -> None:
         """Assign a place to `node`, by the first rule that returns one."""

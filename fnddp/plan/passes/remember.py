@@ -55,7 +55,8 @@ def remember(draft: Draft) -> Draft:
         draft.kept |= {places[each.residual] for each in sums}
         decay = sums[0].decay
         with graph.inserting_before(encoded):
-            x, residual = ([_reshaped(graph, each[i], (-1,)) for each in sums] for i in range(2))
+            x = [_reshaped(graph, each.x, (-1,)) for each in sums]
+            residual = [_reshaped(graph, each.residual, (-1,)) for each in sums]
             arguments: Any = codec, x, residual, counts, n, dtype, decay
             encoded.replace_all_uses_with(call(graph, ENCODE_SUM.default, arguments, {}, value(encoded), "encode_sum"))
         with graph.inserting_before(sent):
@@ -81,7 +82,8 @@ def _sums(
 ) -> Iterator[_Sum]:
     """Yield the sum of each leaf that is encoded, unless its residual is computed in another way."""
     leaves: Any = encoded.args[1]
-    for item in sorted(sent.users, key=lambda item: item.args[1]):
+    items: list[Any] = list(sent.users)
+    for item in sorted(items, key=lambda item: item.args[1]):
         total: Any = _source(leaves[item.args[1]])
         if total.target is aten._to_copy.default and total.kwargs == {"dtype": dtype}:
             total = total.args[0]
