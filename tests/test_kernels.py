@@ -199,9 +199,21 @@ def for_targets() -> None:
         assert row.shared <= 48 * 2**10, row.about
 
 
+def in_few_passes() -> None:
+    """Count what a step with error feedback moves: its operators leave nothing to copy, select or add."""
+    from benchmarks import measure_kernels
+
+    shapes = [(64, 64), (300,), (7,)]
+    number, nbytes = measure_kernels.ours(shapes, "error_feedback(quantize(two_shot, bits=4))")
+    bare, of_bare = measure_kernels.launches(measure_kernels.Leaves(shapes))
+    assert (nbytes - of_bare) / (4 * sum(torch.Size(shape).numel() for shape in shapes)) < 7.5
+    assert number - bare < 32
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("what", "interpret"), [("in_the_interpreter", "1"), ("lists_in_the_interpreter", "1"), ("for_targets", "0")]
+    ("what", "interpret"),
+    [("in_the_interpreter", "1"), ("lists_in_the_interpreter", "1"), ("for_targets", "0"), ("in_few_passes", "0")],
 )
 def test_kernels_have_the_bits_of_operations_and_compile_without_a_gpu(what: str, interpret: str, tmp_path: Path):
     pytest.importorskip("triton")

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.thorough
 STEPS = 4
 POWERSGD = "error_feedback(powersgd(bf16(allreduce), rank=2, min_compression_rate=0))"
 QUANTIZED = "error_feedback(quantize(two_shot, bits=4, block=16))"
+MIXED = f"partition({{'[!w]*': every(2, {QUANTIZED}), '*': {POWERSGD}}})"  # memories that operators keep, and others
 
 
 class Norm(nn.Module):
@@ -338,7 +339,7 @@ TWO: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     *((each, ()) for each in (with_the_optimizer_on_another_stream, on_another_stream, reading_means_late)),
     (with_weighted_shards, ()),
     *((with_residuals, (by_class,)) for by_class in (True, False)),
-    *((with_autocast_and_a_loss_scaler, (text,)) for text in (POWERSGD, QUANTIZED)),
+    *((with_autocast_and_a_loss_scaler, (text,)) for text in (POWERSGD, QUANTIZED, MIXED)),
     (with_shards, (QUANTIZED, "ef21(quantize(allgather, bits=4))")),
     (with_owners, ("error_feedback(quantize(two_shot, bits=4))", "ef21(quantize(allgather, bits=4))")),
 ]
