@@ -172,6 +172,13 @@ def test_error_feedback_around_two_shot_has_no_operations_of_its_own(decay: str)
     assert (plan.kept, plan.overwrites_state, plan.overwrites) == ({0, 1, 2}, (0, 1, 2), {"u", "v", "w"})
 
 
+def test_all_results_of_an_operator_are_made_where_it_runs():
+    """A mean is decoded together with a factor that another message needs."""
+    code = planned("powersgd(fp8(two_shot), rank=1, min_compression_rate=0)").show(code=True)
+    assert code.count("\n      decode") == 2
+    assert "getitem(decode_leaves" not in code
+
+
 @pytest.mark.parametrize(
     "text",
     [
