@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from fnddp.kernels import blocks
 
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-WHAT = ("encode_leaves", "reduce_leaves", "decode_leaves", "sent_leaves")
+WHAT = ("encode_leaves", "reduce_leaves", "decode_leaves", "sent_leaves", "encode_sum_leaves", "residual_leaves")
 RANKS, BLOCK = 4, 128
 
 
@@ -49,6 +49,7 @@ def compiled(arch: int, what: str, bits: int, dtype: Any) -> Row:
     given = {"tiles": "*i32", "table": "*i64", **dict.fromkeys(("q", "q_moved", "q_again"), q)}
     given |= dict.fromkeys(("scale", "moved", "again"), "*fp32")
     given |= dict.fromkeys(("scales", "bytes", "moves", "bytes_moved", "rank", "ranks"), "i32")
+    given |= {"decay": "fp32", "nonfinite": "*u8"}
     options = {"N": RANKS, "WHAT": what, "BY_INVERSE": True, "DTYPE": dtype, "BLOCK": BLOCK, "BITS": bits}
     options["MANY"] = blocks.ELEMENTS // BLOCK
     types = {name: given.get(name, "constexpr") for name in blocks.kernel.arg_names}
@@ -67,6 +68,8 @@ def compiled(arch: int, what: str, bits: int, dtype: Any) -> Row:
         "reduce_leaves": code + code / RANKS,
         "decode_leaves": code + leaf,
         "sent_leaves": 2 * code + code / RANKS + leaf,
+        "encode_sum_leaves": leaf + 4 + code,
+        "residual_leaves": leaf + 8 + 2 * code + code / RANKS,
     }[what]
     about = arch, what.removesuffix("_leaves"), bits, str(dtype).removeprefix("triton.language.")
     return Row(about, int(registers), int(stack), made.metadata.shared, nbytes, made.asm["ptx"])

@@ -15,8 +15,10 @@ import fnddp
 from fnddp import device
 from fnddp.codecs import quantize as codec
 from fnddp.core.codec import Carrier, Layer
-from fnddp.kernels.leaves import DECODE, ENCODE, REDUCE, SENT, text_of
+from fnddp.kernels.leaves import DECODE, ENCODE, ENCODE_SUM, REDUCE, RESIDUAL, SENT, text_of
 from fnddp.kernels.operator import KernelOr, is_same
+from fnddp.plan.draft import Donation
+from fnddp.plan.lower import KEEP
 
 ROOT = Path(__file__).parents[1]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -72,6 +74,10 @@ def lists_in_the_interpreter() -> None:
         moved = with_gaps([part.flip(0) for part in payload])
         again = REDUCE.run(codec, moved, *given, rank, n)
         calls = (ENCODE, [x], ()), (REDUCE, [moved], (rank, n)), (DECODE, [payload], ())
+        residual = [each.flip(0).to(torch.float32) / 3 for each in x]
+        calls += tuple((ENCODE_SUM, [x, residual], (decay,)) for decay in (1.0, 0.9))
+        for decay, found in product((1.0, 0.9), (torch.tensor(False), torch.tensor(True))):
+            calls += ((RESIDUAL, [payload, moved, again, x, residual], (rank, n, decay, found)),)
         for each, lists, ranks in (*calls, (SENT, [payload, moved, again], (rank, n))):
             out = [with_gaps([part])[0] for part in each.like(codec, *lists, *given, *ranks)]
             assert each.kernel(codec, *lists, *given, *ranks, out=out), (text, dtype, counts)
@@ -131,18 +137,61 @@ def test_operators_on_lists_have_the_numbers_of_the_pipeline(text: str, n: int):
 
 def test_a_plan_for_an_accelerator_has_one_operation_for_each_hop():
     """It reads payloads in the buffers of messages, and writes them there."""
-    shapes = {"u": (3,), "v": (64,), "w": (64, 32)}
-    device.register("meta", device.Accelerator)
-    try:
-        params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        plan = fnddp.lower("quantize(two_shot, bits=4)", params, world_size=4)
-    finally:
-        device.register("meta", device.Meta)
-    assert [line.strip() for line in plan.show(code=True).splitlines() if line.startswith("      ")] == [
+    assert operations(planned("quantize(two_shot, bits=4)")) == [
         "encode quantize(two_shot, bits=4) of 3 leaves -> c0[0]",
         "reduce quantize(two_shot, bits=4) of 3 leaves from c0[0] -> c1[0]",
         "decode quantize(two_shot, bits=4) of 3 leaves from c1[0] -> mean[u]",
     ]
+
+
+def planned(text: str, donation: Donation = KEEP) -> fnddp.Plan:
+    device.register("meta", device.Accelerator)
+    try:
+        shapes = {"u": (3,), "v": (64,), "w": (64, 32)}
+        params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        return fnddp.lower(text, params, world_size=4, donation=donation)
+    finally:
+        device.register("meta", device.Meta)
+
+
+def operations(plan: fnddp.Plan) -> list[str]:
+    return [line.strip() for line in plan.show(code=True).splitlines() if line.startswith("      ")]
+
+
+@pytest.mark.parametrize("decay", ["", ", decay=0.5"])
+def test_error_feedback_around_two_shot_has_no_operations_of_its_own(decay: str):
+    """Residuals are written in place, and then means over gradients."""
+    codec = "quantize(two_shot, bits=4)"
+    plan = planned(f"error_feedback({codec}{decay})", Donation("yes", state=True))
+    assert operations(plan) == [
+        f"encode_sum {codec} of 3 leaves -> c0[0]",
+        f"reduce {codec} of 3 leaves from c0[0] -> c1[0]",
+        f"residual {codec} of 3 leaves -> state[0]",
+        f"decode {codec} of 3 leaves from c1[0] -> grads[u]",
+    ]
+    assert (plan.kept, plan.overwrites_state, plan.overwrites) == ({0, 1, 2}, (0, 1, 2), {"u", "v", "w"})
+
+
+def test_all_results_of_an_operator_are_made_where_it_runs():
+    """A mean is decoded together with a factor that another message needs."""
+    code = planned("powersgd(fp8(two_shot), rank=1, min_compression_rate=0)").show(code=True)
+    assert code.count("\n      decode") == 2
+    assert "getitem(decode_leaves" not in code
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "error_feedback(quantize(two_shot), residual='int8')",
+        "error_feedback(bucketize(quantize(two_shot)))",
+        "momentum_correction(quantize(two_shot), masking=False)",
+        "error_feedback(quantize(two_shot(server_memory=True)))",
+    ],
+)
+def test_other_memories_are_kept_by_the_step(text: str):
+    plan = planned(text)
+    assert not plan.kept
+    assert not any("residual quantize" in line or "encode_sum" in line for line in operations(plan))
 
 
 def for_targets() -> None:
@@ -157,9 +206,21 @@ def for_targets() -> None:
         assert row.shared <= 48 * 2**10, row.about
 
 
+def in_few_passes() -> None:
+    """Count what a step with error feedback moves: its operators leave nothing to copy, select or add."""
+    from benchmarks import measure_kernels
+
+    shapes = [(64, 64), (300,), (7,)]
+    number, nbytes = measure_kernels.ours(shapes, "error_feedback(quantize(two_shot, bits=4))")
+    bare, of_bare = measure_kernels.launches(measure_kernels.Leaves(shapes))
+    assert (nbytes - of_bare) / (4 * sum(torch.Size(shape).numel() for shape in shapes)) < 7.5
+    assert number - bare < 32
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("what", "interpret"), [("in_the_interpreter", "1"), ("lists_in_the_interpreter", "1"), ("for_targets", "0")]
+    ("what", "interpret"),
+    [("in_the_interpreter", "1"), ("lists_in_the_interpreter", "1"), ("for_targets", "0"), ("in_few_passes", "0")],
 )
 def test_kernels_have_the_bits_of_operations_and_compile_without_a_gpu(what: str, interpret: str, tmp_path: Path):
     pytest.importorskip("triton")

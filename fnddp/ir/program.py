@@ -82,6 +82,11 @@ class StepWeight:
     """The weight of this rank's gradients in the step, for `weighted`: a scalar of float64."""
 
 
+@dataclass(frozen=True)
+class FoundNonfinite:
+    """Whether some rank received NaN or infinity in the step: a scalar of bool, known before the step commits."""
+
+
 class Held(_Named):
     """A tensor that belongs to the pipeline itself."""
 
@@ -112,7 +117,18 @@ class PayloadRange:
 
 
 Name: TypeAlias = (
-    Grad | StatePart | Divisor | StepWeight | Held | Sent | PayloadRange | Received | Mean | Scratch | Temp
+    Grad
+    | StatePart
+    | Divisor
+    | StepWeight
+    | FoundNonfinite
+    | Held
+    | Sent
+    | PayloadRange
+    | Received
+    | Mean
+    | Scratch
+    | Temp
 )
 """The name of a value of a plan."""
 

@@ -21,7 +21,7 @@ TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal number of flo
 ELEMENTS = 1024  # of a program
 LARGEST = 4096  # elements of a block
 MOST_ROWS = 65535  # of a launch: its second dimension
-FIELDS = tl.constexpr(6)  # of a leaf in a table: those of `Place`, after its address
+FIELDS = tl.constexpr(8)  # of a leaf in a table: its address, those of `Place`, and the addresses of two residuals
 UNFUSED: Any = {"enable_fp_fusion": False}
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -47,7 +47,7 @@ def _nearest(x):
 
 @triton.jit
 def _places(table, tiles, row, BLOCK: tl.constexpr, BITS: tl.constexpr, MANY: tl.constexpr):
-    """Return the address of a leaf, and this program's first element, scale and byte; then offsets from these, masked.
+    """Return the entry of a leaf, and this program's first element, scale and byte; then offsets from these, masked.
 
     Offsets have 32 bits: an element then takes fewer registers.
     """
@@ -63,7 +63,7 @@ def _places(table, tiles, row, BLOCK: tl.constexpr, BITS: tl.constexpr, MANY: tl
     element, is_at = at[:, None] * unit + inside, at < blocks
     is_element, is_byte = (inside < unit) & (element < left), is_at[:, None] & (byte < nbytes)
     begin = row * width + first, tl.load(entry + 4) + block, tl.load(entry + 5) + block * nbytes
-    return tl.load(entry), begin, element, is_element, at, is_at, at[:, None] * nbytes + byte, is_byte
+    return entry, begin, element, is_element, at, is_at, at[:, None] * nbytes + byte, is_byte
 
 
 @triton.jit
@@ -139,32 +139,47 @@ def _rounded(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _store(leaf, first, element, value, is_element, DTYPE: tl.constexpr):
+def _load(entry, first, element, is_element, DTYPE: tl.constexpr):
+    """Return elements in float32. (Triton's interpreter reads subnormal numbers of bfloat16 as zeros.)"""
+    leaf = tl.load(entry)
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        bits = tl.load(leaf.to(tl.pointer_type(tl.int16)) + first + element, is_element, 0).to(tl.int32)
+        return (bits << 16).to(tl.float32, bitcast=True)
+    return tl.load(leaf.to(tl.pointer_type(DTYPE)) + first + element, is_element, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(entry, first, element, value, is_element, DTYPE: tl.constexpr):
+    leaf = tl.load(entry)
     if DTYPE == tl.bfloat16:  # noqa: SIM300
         tl.store(leaf.to(tl.pointer_type(tl.int16)) + first + element, _bits(value).to(tl.int16), is_element)
     else:
         tl.store(leaf.to(tl.pointer_type(DTYPE)) + first + element, value.to(DTYPE), is_element)
 
 
-@triton.jit(do_not_specialize=["rank", "ranks"])
+@triton.jit(do_not_specialize=["rank", "ranks", "decay"])
 def kernel(
     table, tiles, scale, q, scales, bytes, moved, q_moved, moves, bytes_moved, again, q_again, rank, ranks,
-    N: tl.constexpr, WHAT: tl.constexpr, BY_INVERSE: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
-    BITS: tl.constexpr, MANY: tl.constexpr,
+    decay, nonfinite, N: tl.constexpr, WHAT: tl.constexpr, BY_INVERSE: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr, BITS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Do one of the operations of `fnddp.kernels.leaves`; rows of payloads are `scales` and `bytes` elements apart.
 
     encode: leaves to `scale` and `q`. reduce: the `N` rows of `moved`, which ranks sent to `rank`, to their mean,
     encoded `again`. decode: `scale` and `q` to leaves. sent: the same, with `ranks` times the loss of `again`.
+    encode_sum: encode, with `decay` times a residual added. residual: that sum less sent, or the old residual.
     """
     row = tl.program_id(1).to(tl.int64)
     if WHAT == "reduce_leaves":
         row += rank
-    leaf, begin, element, is_element, at, is_at, byte, is_byte = _places(table, tiles, row, BLOCK, BITS, MANY)
+    entry, begin, element, is_element, at, is_at, byte, is_byte = _places(table, tiles, row, BLOCK, BITS, MANY)
     scale, moved, again = scale + row * scales + begin[1], moved + begin[1], again + begin[1]
     q, q_moved, q_again = q + row * bytes + begin[2], q_moved + begin[2], q_again + begin[2]
-    if WHAT == "encode_leaves":
-        value = tl.load(leaf.to(tl.pointer_type(DTYPE)) + begin[0] + element, is_element, 0.0).to(tl.float32)
+    if WHAT == "encode_leaves" or WHAT == "encode_sum_leaves":
+        value = _load(entry, begin[0], element, is_element, DTYPE)
+        if WHAT == "encode_sum_leaves":
+            value += decay * _load(entry + 6, begin[0], element, is_element, tl.float32)
+            value = _rounded(value, DTYPE)
         step, code = _encode(value, BLOCK, BITS, MANY)
         tl.store(scale + at, step, is_at)
         tl.store(q + byte, code, is_byte)
@@ -176,14 +191,20 @@ def kernel(
         tl.store(q_again + byte, code, is_byte)
     else:
         value = _added(scale, q, 0, 0, 1, at, is_at, byte, is_byte, BLOCK, BITS, MANY)
-        if WHAT == "sent_leaves":
+        if WHAT == "sent_leaves" or WHAT == "residual_leaves":
             lost = tl.zeros_like(value)
             if row == rank:
                 total = _added(moved, q_moved, moves, bytes_moved, N, at, is_at, byte, is_byte, BLOCK, BITS, MANY)
                 lost = _added(again, q_again, 0, 0, 1, at, is_at, byte, is_byte, BLOCK, BITS, MANY)
                 lost = (lost - _mean(total, ranks, BY_INVERSE)) * ranks
             value += lost
-        _store(leaf, begin[0], element, value, is_element, DTYPE)
+        if WHAT == "residual_leaves":
+            before = _load(entry + 6, begin[0], element, is_element, tl.float32)
+            total = _load(entry, begin[0], element, is_element, DTYPE) + decay * before
+            value = tl.where(tl.load(nonfinite) != 0, before, total - _rounded(value, DTYPE))
+            _store(entry + 7, begin[0], element, value, is_element, tl.float32)
+        else:
+            _store(entry, begin[0], element, value, is_element, DTYPE)
 
 
 def _tiles(places: tuple[Place, ...], many: int) -> list[int]:
@@ -194,7 +215,7 @@ def _tiles(places: tuple[Place, ...], many: int) -> list[int]:
 
 def run(
     what: str, bits: int, places: tuple[Place, ...], given: Mapping[str, Sequence[Tensor]], n: int, dtype: torch.dtype,
-    rank: int = 0, ranks: int = 1,
+    *, rank: int = 0, ranks: int = 1, decay: float = 1.0, nonfinite: Tensor | None = None,
 ) -> bool:  # fmt: skip
     """Run an operation on lists of tensors by name; return False where no kernel supports the blocks or the dtype."""
     largest, device = max(place.unit for place in places), next(iter(given.values()))[0].device
@@ -205,17 +226,19 @@ def run(
         return False
     block = max(16, triton.next_power_of_2(largest))
     many = max(1, ELEMENTS // block)
-    leaves = [each.contiguous() for each in given.get("x", ())]
-    addresses = [each.data_ptr() for each in leaves] or [0] * len(places)
-    table = tuple(number for address, place in zip(addresses, places, strict=True) for number in (address, *place))
+    lists = [[each.contiguous() for each in given.get(name, ())] for name in ("x", "residual", "following")]
+    addresses = [[each.data_ptr() for each in leaves] or [0] * len(places) for leaves in lists]
+    entries = zip(addresses[0], places, *addresses[1:], strict=True)
+    table = tuple(number for leaf, place, *residuals in entries for number in (leaf, *place, *residuals))
     leaves_on_device = on_device(table, lambda: table, torch.int64, device)
     tiles = on_device((places, many), lambda: _tiles(places, many), torch.int32, device)
     strides = [[part.stride(0) for part in each] for each in (scale, moved)]
     by_inverse = not device_of(device).divides_lists_alike
+    is_kept = tiles if nonfinite is None else nonfinite.to(device).view(torch.uint8)
     launched: Any = kernel
     launched[tiles.numel() // 2, 1 if what == "reduce_leaves" else n](
         leaves_on_device, tiles, *scale, *strides[0], *moved, *strides[1], *again, rank, ranks,
-        n, what, by_inverse, DTYPES[dtype], block, bits, many, **UNFUSED,
+        decay, is_kept, n, what, by_inverse, DTYPES[dtype], block, bits, many, **UNFUSED,
     )  # fmt: skip
     return True
 

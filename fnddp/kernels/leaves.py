@@ -1,5 +1,7 @@
 """Operators of carriers on all leaves of a bucket, each a single operation of a plan: encode, reduce, decode, sent.
 
+With residuals of error feedback they are encode_sum, which adds them first, and residual, which makes the next ones.
+
 A payload is a list of parts, `[ranks, ...]`, with the blocks of all leaves; rows may have gaps between them. The
 references join leaves with blocks of one size, and call the codecs. Kernels compute the same bits without joining.
 """
@@ -11,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fnddp.core.codec import Codec, Encoded, Key, Layers, Payload, encode, unit_of
+from fnddp.core.codec import Codec, Encoded, Key, Layers, Payload, encode, unit_of, wide
 from fnddp.core.opaque import rounded
 from fnddp.core.table import Batch, Cut, Table, added_up
 from fnddp.core.tree import Leaves
@@ -140,6 +142,27 @@ def _sent_leaves(
     return [found[i] for i in range(len(counts))]
 
 
+def _sums(x: list[Tensor], residual: list[Tensor], decay: float) -> list[Tensor]:
+    return [leaf + (each if decay == 1 else decay * each) for leaf, each in zip(x, residual, strict=True)]
+
+
+def _encode_sum(
+    codec: str, x: list[Tensor], residual: list[Tensor], counts: list[int], n: int, dtype: torch.dtype, decay: float
+) -> list[Tensor]:
+    return _encode_leaves(codec, [rounded(each, dtype) for each in _sums(x, residual, decay)], counts, n, dtype)
+
+
+def _residuals(
+    codec: str, payload: list[Tensor], moved: list[Tensor], again: list[Tensor], x: list[Tensor],
+    residual: list[Tensor], counts: list[int], n: int, dtype: torch.dtype, rank: int, ranks: int, decay: float,
+    nonfinite: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    sent = _sent_leaves(codec, payload, moved, again, counts, n, dtype, rank, ranks)
+    following = [total - each for total, each in zip(_sums(x, residual, decay), sent, strict=True)]
+    is_kept = nonfinite.to(x[0].device)
+    return [torch.where(is_kept, before, after) for before, after in zip(residual, following, strict=True)]
+
+
 @lru_cache(maxsize=1024)
 def _kernel(codec: str, counts: tuple[int, ...], n: int, dtype: torch.dtype, device: torch.device) -> Any:
     """Return the bits of an element and the place of each leaf, for kernels; None if the codec has none."""
@@ -163,19 +186,25 @@ class LeavesOperator:
     """An operator on lists of tensors: `default` makes its results, and `out` writes them to existing tensors.
 
     Its arguments are the codec's text, lists of tensors, the number of elements of each leaf, the number of ranks, and
-    the dtype of leaves; with `moved` also this rank and the divisor of the mean.
+    the dtype of leaves; with `moved` also this rank and the divisor of the mean; with `residual` its factor; and for
+    the next residual also a scalar, true if it must be the old one.
 
     Args:
         name: The name of the operator.
         lists: The names of the lists.
-        makes: The name of the result: leaves "x", a "payload" with a row for each rank, or one row, "again".
+        makes: The name of the result: leaves "x", a "payload" with a row for each rank, one row, "again", or residuals,
+            "following", which may be written over the "residual" of the arguments.
         run: The reference.
     """
 
     def __init__(self, name: str, lists: tuple[str, ...], makes: str, run: Callable[..., list[Tensor]]) -> None:
         self.name, self.run, self._lists, self._makes = name, run, lists, makes
         schema = f"str codec, {', '.join(f'Tensor[] {each}' for each in lists)}, int[] counts, int n, ScalarType dtype"
-        schema += ", int rank, SymInt ranks" if "moved" in lists else ""
+        numbers = {"int rank": "moved" in lists, "SymInt ranks": "moved" in lists, "float decay": "residual" in lists}
+        numbers["Tensor nonfinite"] = makes == "following"
+        given = [number for number, is_given in numbers.items() if is_given]
+        self._numbers = [number.split()[1] for number in given]
+        schema = ", ".join([schema, *given])
         torch.library.define(f"fnddp::{name}", f"({schema}) -> Tensor[]", tags=())
         torch.library.define(f"fnddp::{name}.out", f"({schema}, *, Tensor(a!)[] out) -> ()", tags=())
         for key, into in (("CompositeExplicitAutograd", self._copied), *((key, self._by_kernel) for key in KEYS)):
@@ -190,6 +219,8 @@ class LeavesOperator:
         first, (counts, n, dtype) = arguments[0][0], arguments[len(self._lists) :][:3]
         if self._makes == "x":
             return [first.new_empty(count, dtype=dtype) for count in counts]
+        if self._makes == "following":
+            return [first.new_empty(count, dtype=wide(dtype)) for count in counts]
         payloads = [group.like.payload for group in _groups(codec, tuple(counts), n, dtype, first.device)]
         widths = {name: sum(each[name][0].numel() for each in payloads) for name in payloads[0]}
         rows = n if self._makes == "payload" else 1
@@ -202,7 +233,8 @@ class LeavesOperator:
         counts, n, dtype, *numbers = arguments[len(self._lists) :]
         found: Any = _kernel(codec, tuple(counts), n, dtype, out[0].device)
         given = dict(zip(self._lists, arguments, strict=False)) | {self._makes: out}
-        return found is not None and blocks.run(self.name, found[0], found[1], given, n, dtype, *numbers)
+        options: Any = dict(zip(self._numbers, numbers, strict=True))
+        return found is not None and blocks.run(self.name, found[0], found[1], given, n, dtype, **options)
 
     def _made(self, into: Callable[..., None], *arguments: Any) -> list[Tensor]:
         out = self.like(*arguments)
@@ -223,7 +255,9 @@ ENCODE = LeavesOperator("encode_leaves", ("x",), "payload", _encode_leaves)
 REDUCE = LeavesOperator("reduce_leaves", ("moved",), "again", _reduce_leaves)
 DECODE = LeavesOperator("decode_leaves", ("payload",), "x", _decode_leaves)
 SENT = LeavesOperator("sent_leaves", ("payload", "moved", "again"), "x", _sent_leaves)
-OUT = {each.default: each.out for each in (ENCODE, REDUCE, DECODE, SENT)}
+ENCODE_SUM = LeavesOperator("encode_sum_leaves", ("x", "residual"), "payload", _encode_sum)
+RESIDUAL = LeavesOperator("residual_leaves", ("payload", "moved", "again", "x", "residual"), "following", _residuals)
+OUT = {each.default: each.out for each in (ENCODE, REDUCE, DECODE, SENT, ENCODE_SUM, RESIDUAL)}
 """Operators on lists, and their forms that write to existing tensors."""
 
 
@@ -240,11 +274,17 @@ def samples(codec: str, dtype: torch.dtype, device: torch.device) -> Iterator[tu
     given: Any = [each.numel() for each in x], 3, dtype
     payload = ENCODE.run(codec, x, *given)
     again = REDUCE.run(codec, payload, *given, 1, 3)
+    residual = [each.flip(0).to(wide(dtype)) for each in x]
     calls = (
         (ENCODE, [x], ()),
         (REDUCE, [payload], (1, 3)),
         (DECODE, [payload], ()),
         (SENT, [payload] * 2 + [again], (1, 3)),
+        (ENCODE_SUM, [x, residual], (0.9,)),
+        *(
+            (RESIDUAL, [*[payload] * 2, again, x, residual], (1, 3, 0.9, torch.tensor(is_kept, device=device)))
+            for is_kept in (False, True)
+        ),
     )
     for operator, lists, numbers in calls:
         out = operator.like(codec, *lists, *given, *numbers)

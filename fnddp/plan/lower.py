@@ -26,13 +26,14 @@ from fnddp.plan.passes.emit import emit, name_of
 from fnddp.plan.passes.foreach import foreach
 from fnddp.plan.passes.order import order
 from fnddp.plan.passes.place import place
+from fnddp.plan.passes.remember import remember
 from fnddp.plan.passes.simplify import drop, fuse, simplify
 from fnddp.plan.passes.trace import sizes_of, trace
 from fnddp.plan.plan import Plan
 from fnddp.wire.groups import World, WorldSize, within
 
 KEEP = Donation()
-_PASSES = (drop, simplify, fuse, combine, order, place, foreach)
+_PASSES = (drop, simplify, remember, fuse, combine, order, place, foreach)
 
 
 def lower(
@@ -203,6 +204,7 @@ def plan_of(draft: Draft) -> Plan:
         numbers=(*(parts[i] for i in draft.phase.counters), *sizes_of(request).values()),
         overwrites=frozenset(name.path for name in overwritten if isinstance(name, Grad)),
         overwrites_state=tuple(sorted(name.index for name in overwritten if isinstance(name, StatePart))),
+        kept=frozenset(draft.kept),
         results=frozenset(placement.results),
         memories={path: name_of(memory, draft.names) for path, memory in placement.memories.items()},
         constants={name: draft.held[name.name] for name in draft.names.values() if isinstance(name, Held)},

@@ -365,10 +365,12 @@ class Step:
 
     def _keep_memory(self) -> dict[int, Any]:
         """Return, by position, the parts that may have to be restored, and let segments work on copies of them."""
-        if not self._remembered or (self.found_nonfinite is False and self._program.plan is not None):
+        self._program.set_nonfinite(self._values, self.found_nonfinite)
+        remembered = [i for i in self._remembered if i not in self._program.kept]
+        if not remembered or (self.found_nonfinite is False and self._program.plan is not None):
             return {}
         self._program.keep_parts(self._values, self.parts)
-        return {i: self.parts[i] for i in self._remembered}
+        return {i: self.parts[i] for i in remembered}
 
     def _write_state(self, parts: Sequence[Any]) -> None:
         """Write the next state into the memory of this one."""

@@ -39,6 +39,8 @@ def name(of: Name) -> str:
             return "ranks" if group is None else f"ranks of {group}"
         case program.StepWeight():
             return "weight"
+        case program.FoundNonfinite():
+            return "nonfinite"
         case program.Sent(collective, position) | program.Received(collective, position):
             return f"c{collective}[{position}]"
         case program.PayloadRange(collective, first, last):

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.thorough
 STEPS = 9
 FEEDBACK = "error_feedback(fp16(allreduce))"
 RANDOM = "error_feedback(quantize(two_shot, bits=4, rounding='stochastic'))"  # whose key counts steps
+NEAREST = "error_feedback(quantize(two_shot, bits=4))"  # whose operators keep residuals after NaN
 WARMUP = "warmup(fp16(allreduce), 5)"
 
 
@@ -185,7 +186,7 @@ def refused(rank: int, device: str, way: Any, given: tuple[Any, ...]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("text", ["allreduce", RANDOM])
+@pytest.mark.parametrize("text", ["allreduce", RANDOM, NEAREST])
 def test_a_captured_step_is_the_eager_step(ranks: Any, text: str) -> None:
     want = ranks(2, "side", train, by_the_class, (text,), None)
     assert ranks(2, "side", train, by_the_class, (text,), 3) == [(each, 1) for each in want]
@@ -207,8 +208,8 @@ def test_every_pipeline_is_captured(ranks: Any, last: str) -> None:
 WAYS = [
     (by_the_class, (WARMUP,), 3, 2),  # a graph for each phase
     (by_register, ("",), 11, 1),  # torch's class alone
-    *((by_register, (text,), 11, 1) for text in ("allreduce", RANDOM)),
-    *((way, (text,), 3, 1) for way in (by_value_and_grad, by_jit) for text in ("allreduce", FEEDBACK)),
+    *((by_register, (text,), 11, 1) for text in ("allreduce", RANDOM, NEAREST)),
+    *((way, (text,), 3, 1) for way in (by_value_and_grad, by_jit) for text in ("allreduce", FEEDBACK, NEAREST)),
     *((by_owners, (text,), 3, 1) for text in ("two_shot", RANDOM)),
     *((by_shards, (text,), 3, 1) for text in ("", "bf16(two_shot)")),
     (by_replicas, (FEEDBACK,), 3, 1),
@@ -281,22 +282,29 @@ def test_a_change_after_the_capture_is_never_ignored(ranks: Any) -> None:
     ranks(2, "side", changing)
 
 
-def overflowing(rank: int, device: str, captures: bool) -> Any:
-    """One rank overflows in the last step, which leaves the memory of all ranks as it was."""
+def overflowing(rank: int, device: str, text: str, captures: bool) -> Any:
+    """One rank overflows in a step, which leaves the memory of all ranks as it was, and all train on."""
     net, batches = small(rank, device)
-    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(FEEDBACK), bucket_cap_mb=0.0002)
-    step = step_of(model, sgd(net))
+    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(text), bucket_cap_mb=0.0002)
+    optimizer = sgd(net)
+    step = step_of(model, optimizer)
     run: Any = fnddp.make_graphed_callable(step) if captures else step
     for batch in batches[:6]:
         run(batch)
     before = bits(model.sync_state)
     run(batches[6] * (float("inf") if rank == 1 else 1.0))
     assert bits(model.sync_state) == before
-    return before
+    for p in net.parameters():
+        p.data.nan_to_num_(0)
+        optimizer.state[p]["momentum_buffer"].nan_to_num_(0)
+    run(batches[7])
+    assert bits(model.sync_state) != before
+    return bits([model.sync_state, dict(net.named_parameters())])
 
 
-def test_an_overflow_of_one_rank_leaves_the_memory_of_all_as_it_was(ranks: Any) -> None:
-    assert ranks(2, "side", overflowing, True) == ranks(2, "side", overflowing, False)
+@pytest.mark.parametrize("text", [FEEDBACK, NEAREST])
+def test_an_overflow_of_one_rank_leaves_the_memory_of_all_as_it_was(ranks: Any, text: str) -> None:
+    assert ranks(2, "side", overflowing, text, True) == ranks(2, "side", overflowing, text, False)
 
 
 def failing(rank: int, device: str) -> tuple[str, Any]:

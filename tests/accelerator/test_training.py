@@ -31,6 +31,7 @@ pytestmark = pytest.mark.thorough
 STEPS = 4
 POWERSGD = "error_feedback(powersgd(bf16(allreduce), rank=2, min_compression_rate=0))"
 QUANTIZED = "error_feedback(quantize(two_shot, bits=4, block=16))"
+MIXED = f"partition({{'[!w]*': every(2, {QUANTIZED}), '*': {POWERSGD}}})"  # memories that operators keep, and others
 
 
 class Norm(nn.Module):
@@ -214,6 +215,40 @@ def with_autocast_and_a_loss_scaler(rank: int, device: str, text: str) -> Any:
     return found
 
 
+def with_residuals(rank: int, device: str, by_class: bool) -> Any:
+    """Of several dtypes and layouts, while a caller holds gradients and states; one rank overflows in one step."""
+    sync = fnddp.parse("error_feedback(quantize(two_shot, bits=4, block=16), decay=0.9)")
+    found = list[Any]()
+    for dtype, shapes in product(
+        (torch.float32, torch.bfloat16, torch.float64), ([(5, 7), (), (33,), (300,)], [(3, 2, 4, 4), (17,)])
+    ):
+        generator, run = torch.Generator().manual_seed(rank), fnddp.jit(sync)
+        x = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        if len(shapes) == 2:
+            x[0] = x[0].contiguous(memory_format=torch.channels_last)
+        net = nn.Module()
+        net.x = nn.ParameterList(map(nn.Parameter, x))
+        net.forward = lambda *scales, x=net.x: sum((p * s).sum() for p, s in zip(x, scales, strict=True))
+        model = fnddp.DistributedDataParallel(net, sync=sync, bucket_cap_mb=0.0005) if by_class else None
+        state = sync.init(dict(net.x.named_parameters()))
+        for step in range(STEPS + 2):
+            scales = [torch.randn(p.shape, generator=generator).to(p) for p in net.x]
+            if step == 3 and rank == 1:
+                scales[-1][5] = math.nan
+            if model is None:
+                given = zip(net.x.named_parameters(), scales, strict=True)
+                grads = {name: torch.empty_like(p).copy_(scale) for (name, p), scale in given}
+                mean, state = run(grads, state)
+                found += [grads, mean, state]
+            else:
+                model.zero_grad()
+                model(*scales).backward()
+                found += [[p.grad for p in net.x]]
+                if step != 1:  # else the engine alone holds the state
+                    found += [model.sync_state]
+    return bits(found)
+
+
 def train_shards(device: str, model: Any, around: Any = lambda _: nullcontext()) -> None:
     optimizer, generator = sgd(model), torch.Generator().manual_seed(5 + dist.get_rank())
     for step in range(STEPS):
@@ -303,7 +338,8 @@ TWO: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     *((each, ()) for each in (accumulating, weighted, with_two_models_in_a_backward, beside_collectives_of_the_model)),
     *((each, ()) for each in (with_the_optimizer_on_another_stream, on_another_stream, reading_means_late)),
     (with_weighted_shards, ()),
-    *((with_autocast_and_a_loss_scaler, (text,)) for text in (POWERSGD, QUANTIZED)),
+    *((with_residuals, (by_class,)) for by_class in (True, False)),
+    *((with_autocast_and_a_loss_scaler, (text,)) for text in (POWERSGD, QUANTIZED, MIXED)),
     (with_shards, (QUANTIZED, "ef21(quantize(allgather, bits=4))")),
     (with_owners, ("error_feedback(quantize(two_shot, bits=4))", "ef21(quantize(allgather, bits=4))")),
 ]

@@ -1,4 +1,4 @@
-"""Pass 5: combine many small collectives into few large ones.
+"""Pass 6: combine many small collectives into few large ones.
 
 Collectives of one bucket with the same depth, kind, device, group and operation share a flat buffer. Those that reduce
 also need the same dtype; the others send bytes. They are independent by construction, because a collective is deeper

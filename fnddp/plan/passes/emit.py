@@ -1,4 +1,4 @@
-"""Pass 9: write the code of each segment, as a function of named values.
+"""Pass 10: write the code of each segment, as a function of named values.
 
 It is straight-line Python code that consists of calls, and it frees each value after its last read.
 """

@@ -1,4 +1,4 @@
-"""Pass 8: use one operation for many small tensors.
+"""Pass 9: use one operation for many small tensors.
 
 An operation on a small tensor costs its call. So operations of a segment that differ only in their leaf become one of
 torch's `_foreach` operations, with the same bits. (For large tensors this would only lose the cache.) The pass `order`

@@ -1,4 +1,4 @@
-"""Pass 6: one total order of everything, the same on all ranks.
+"""Pass 7: one total order of everything, the same on all ranks.
 
 Bucket i of gradients arrives in slot i. A collective of depth d is issued d slots after its bucket, and the input of
 the next round is computed from its result one slot later. So a bucket's second round is issued after the next bucket's
@@ -22,6 +22,7 @@ from torch import fx
 from fnddp.plan.draft import Draft, DraftSegment
 from fnddp.plan.graph import (
     is_light,
+    is_made_in_list,
     is_view,
     kind_of,
     launch,
@@ -55,6 +56,7 @@ def order(draft: Draft) -> Draft:
     feeding = _ancestors([node for node in graph.nodes if node.target is launch])
     for_state = _ancestors([node for node in outputs[len(paths) :] if isinstance(node, fx.Node)])
     end = max((positions[node].slot for node in feeding), default=-1) + 1
+    feeding |= {node for node in positions if is_made_in_list(node) and node.all_input_nodes[0] in feeding}
     for node, at in positions.items():
         if node not in feeding:
             positions[node] = at._replace(slot=end, depth=0, only_for_mean=node not in for_state)

@@ -1,4 +1,4 @@
-"""Pass 7: choose the memory of each result.
+"""Pass 8: choose the memory of each result.
 
 The operation that computes a payload writes it into the flat buffer of its collective. Means have separate memory that
 persists across steps (`Mean`) and holds operands of the mean at first. The next state is written over the previous one,
@@ -7,14 +7,14 @@ of a result changes.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from fnddp.device import device_of
 from fnddp.ir.program import LeafSpec, Mean, Scratch, Sent
-from fnddp.kernels.leaves import OUT
+from fnddp.kernels.leaves import ENCODE_SUM, OUT, RESIDUAL
 from fnddp.plan.draft import Donation, Draft, Storage
 from fnddp.plan.graph import (
     is_light,
@@ -91,6 +91,12 @@ class _Memories:
         self.mean_of = {self.memory(node): path for path, node in zip(paths, means, strict=True) if is_tensor(node)}
         self.part_of = {self.memory(node): part for node, part in zip(state, parts, strict=False) if is_tensor(node)}
         self.residual_of = _residuals(self.leaves, parts)
+        for node in [node for node in self.nodes if node.target is ENCODE_SUM.default]:
+            arguments: Any = node.args
+            for x, residual in zip(arguments[1], arguments[2], strict=True):
+                leaf, part = cast(Any, [self.memory(x), self.memory(residual)])
+                if leaf in self.leaves and _same_kind(value(leaf), value(part)):
+                    self.residual_of[self.leaves[leaf]] = part
 
     def decide(self, node: fx.Node) -> None:
         """Assign a place to `node`, by the first rule that returns one."""
@@ -120,6 +126,8 @@ class _Memories:
         now = self.when[node]
         if self._last_read.get(memory, -1) < now:
             return True
+        if (before := _residual_at(node)) is not None:
+            return self._last_read[memory] == now and self.memory(before) == memory
         reads = [source for source in node.all_input_nodes if self.memory(source) == memory]
         in_place = len(reads) == 1 and _is_first_only(node, reads[0]) and _same_layout(value(reads[0]), value(node))
         return self._last_read[memory] == now and elementwise(node.target) is not None and in_place
@@ -181,12 +189,16 @@ def over_operand(memories: _Memories, node: fx.Node) -> Storage | None:
 
 
 def over_state(memories: _Memories, node: fx.Node) -> fx.Node | None:
-    """Return the part of the state that `node` is the next value of; for a mean, the old residual of its gradient."""
+    """Return the part of the state that `node` is the next value of.
+
+    For a mean, return the old residual of its gradient, or else that gradient: the next residual is in one of them.
+    """
     if not memories.donation.state:
         return None
     path, parts = memories.mean_of.get(node), [memories.part_of.get(node)]
     if path is not None and memories.donation.gradients == "yes":
-        parts.append(memories.residual_of.get(path))
+        residual = memories.residual_of.get(path)
+        parts += [residual, None if residual is None else memories.leaf_at[path]]
     return next((part for part in parts if memories.may_commit(part, node)), None)
 
 
@@ -246,6 +258,13 @@ def _residuals(leaves: dict[fx.Node, str], parts: Sequence[fx.Node]) -> dict[str
         for part in user.all_input_nodes
         if part in known and _same_kind(value(leaf), value(part))
     }
+
+
+def _residual_at(node: fx.Node) -> Any:
+    """Return the old residual if `node` is the next one, of an operator that may write it there; otherwise None."""
+    arguments: Any = node.all_input_nodes[0].args if is_made_in_list(node) else ()
+    is_next = is_made_in_list(node) and node.all_input_nodes[0].target is RESIDUAL.default
+    return arguments[5][node.args[1]] if is_next else None
 
 
 def _is_first_only(user: fx.Node, node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Passes 2 to 4: drop unused nodes, remove nodes without effect, fuse residuals into one pass over memory."""
+"""Passes 2, 3 and 5: drop unused nodes, remove nodes without effect, fuse residuals into one pass over memory."""
 
 import operator
 from functools import cache
