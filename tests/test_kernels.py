@@ -60,23 +60,44 @@ def in_the_interpreter() -> None:
     assert taken > 50
 
 
-def lists_in_the_interpreter() -> None:
+def lists_in_the_interpreter(texts: list[str]) -> None:
     """Compare the kernels on lists of leaves, with gaps between the rows of payloads: run like the other one."""
     cases = [((1000, 7, 130), 3, 1), ((2 * 4099, 3), 4, 3), ((1,), 2, 1), ((640, 5, 64), 1, 0)]
-    texts = [f"quantize(two_shot, bits={bits}, block={block})" for bits in (8, 4, 2) for block in (128, 16, 24, None)]
     for text, dtype, (counts, n, rank) in product(texts, FLOATS[:3], cases):
         every = numbers((3, 3000), dtype).flatten()
         codec, x = known(text), [every[2900 * i :][:count].contiguous() for i, count in enumerate(counts)]
         given: Any = list(counts), n, dtype
-        payload = with_gaps(ENCODE.run(codec, x, *given))
+        draws = (torch.tensor(2**20 + 7), [f"leaf {i}" for i in range(len(x))]) if "stochastic" in text else ()
+        payload = with_gaps(ENCODE.run(codec, x, *given, rank, *draws))
         moved = with_gaps([part.flip(0) for part in payload])
-        again = REDUCE.run(codec, moved, *given, rank, n)
-        calls = (ENCODE, [x], ()), (REDUCE, [moved], (rank, n)), (DECODE, [payload], ())
+        again = REDUCE.run(codec, moved, *given, rank, n, *draws)
+        calls = (ENCODE, [x], (rank, *draws)), (REDUCE, [moved], (rank, n, *draws)), (DECODE, [payload], ())
         for each, lists, ranks in (*calls, (SENT, [payload, moved, again], (rank, n))):
             out = [with_gaps([part])[0] for part in each.like(codec, *lists, *given, *ranks)]
             assert each.kernel(codec, *lists, *given, *ranks, out=out), (text, dtype, counts)
             expected = each.run(codec, *lists, *given, *ranks)
             assert all(map(is_same, out, expected)), (text, dtype, counts, each.name)
+
+
+QUANTIZE = [f"quantize(two_shot, bits={bits}, block={block})" for bits in (8, 4, 2) for block in (128, 16, 24, None)]
+STOCHASTIC = [
+    f"quantize(two_shot, bits={bits}, block={block}, rounding='stochastic', seed={bits})"
+    for bits, block in product((8, 4, 2), (128, 24, None))
+]
+
+
+def divided_in_the_interpreter() -> None:
+    """On CUDA, PyTorch multiplies by the inverse of a number instead of dividing by it, and so does a kernel."""
+    from fnddp.kernels import blocks
+
+    device.Device.divides_lists_alike = False
+    x = numbers((1, 2048), torch.float32)
+    largest = x.view(1, -1, 128).abs().amax(-1)
+    by_inverse = largest * (torch.ones(()) / 127)
+    made = blocks.encode(x, 8, 128)
+    assert made is not None
+    assert is_same(made[0], by_inverse)
+    assert not is_same(by_inverse, largest / 127)
 
 
 def with_gaps(parts: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -86,9 +107,10 @@ def with_gaps(parts: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def known(text: str) -> str:
     """Return the text of the codecs of a pipeline, as operators get it."""
-    layers, codec = [], fnddp.parse(text)
+    layers: list[Layer] = []
+    codec: Any = fnddp.parse(text)
     while not isinstance(codec, Carrier):
-        layers.append(Layer(codec))
+        layers.append(Layer(codec, getattr(codec, "seed", 0)))
         codec = codec.inner
     return text_of(tuple(layers))
 
@@ -101,7 +123,7 @@ CODECS = [
         "bf16(two_shot)",
     ),
     *("fp8(two_shot)", "fp8(two_shot, format='e2m1', block=32, scale='e8m0')", "sign(two_shot, scale='max', chunk=8)"),
-    *("lloyd_max(two_shot)", "majority_vote(two_shot)"),
+    *("lloyd_max(two_shot)", "majority_vote(two_shot)", "quantize(two_shot, bits=4, rounding='stochastic', seed=3)"),
 ]
 
 
@@ -115,9 +137,11 @@ def test_operators_on_lists_have_the_numbers_of_the_pipeline(text: str, n: int):
     simulated = fnddp.simulate(fnddp.parse(text), world_size=n)
     mean = simulated(stacked, simulated.init(stacked))[0]
     given: Any = [each[0].numel() for each in stacked.values()], n, torch.float32
-    payloads = [ENCODE.default(codec, [each[r] for each in stacked.values()], *given) for r in range(n)]
+    is_random = "stochastic" in text
+    draws, again_draws = ((torch.tensor(0), [f"{path}{hop}" for path in shapes]) * is_random for hop in ("", " again"))
+    payloads = [ENCODE.default(codec, [each[r] for each in stacked.values()], *given, r, *draws) for r in range(n)]
     moved = [[torch.stack([each[i][r] for each in payloads]) for i in range(len(payloads[0]))] for r in range(n)]
-    again = [REDUCE.default(codec, moved[r], *given, r, n) for r in range(n)]
+    again = [REDUCE.default(codec, moved[r], *given, r, n, *again_draws) for r in range(n)]
     gathered = [torch.cat([each[i] for each in again]) for i in range(len(again[0]))]
     made = DECODE.default(codec, gathered, *given)
     for path, each in zip(stacked, made, strict=True):
@@ -159,11 +183,17 @@ def for_targets() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("what", "interpret"), [("in_the_interpreter", "1"), ("lists_in_the_interpreter", "1"), ("for_targets", "0")]
+    ("what", "interpret"),
+    [
+        ("in_the_interpreter()", "1"),
+        *((f"lists_in_the_interpreter(test_kernels.{texts})", "1") for texts in ("QUANTIZE", "STOCHASTIC")),
+        ("divided_in_the_interpreter()", "1"),
+        ("for_targets()", "0"),
+    ],
 )
 def test_kernels_have_the_bits_of_operations_and_compile_without_a_gpu(what: str, interpret: str, tmp_path: Path):
     pytest.importorskip("triton")
-    code = f"import warnings; warnings.simplefilter('ignore'); from tests import test_kernels; test_kernels.{what}()"
+    code = f"import warnings; warnings.simplefilter('ignore'); from tests import test_kernels; test_kernels.{what}"
     environment = {
         **os.environ,
         "TRITON_INTERPRET": interpret,
