@@ -192,6 +192,11 @@ def _tiles(places: tuple[Place, ...], many: int) -> list[int]:
     return [at for leaf, n in enumerate(blocks) for first in range(0, n, many) for at in (leaf, first)]
 
 
+def blocks_of(block: int) -> int:
+    """Return the number of blocks of a program; small blocks are fewer, because their scales take registers."""
+    return max(1, ELEMENTS // max(block, 64))
+
+
 def run(
     what: str, form: Form, places: tuple[Place, ...], given: Mapping[str, Sequence[Tensor]], n: int,
     dtype: torch.dtype, rank: int = 0, ranks: int = 1, step: Tensor | None = None,
@@ -208,7 +213,7 @@ def run(
     # A payload without scales has codes alone.
     scale, moved, again = ((part[0], part[-1]) for part in (any_parts if part is None else part for part in parts))
     block = max(16, triton.next_power_of_2(largest))
-    many = max(1, ELEMENTS // block)
+    many = blocks_of(block)
     leaves = [each.contiguous() for each in given.get("x", ())]
     addresses = [each.data_ptr() for each in leaves] or [0] * len(places)
     table = tuple(number for address, place in zip(addresses, places, strict=True) for number in (address, *place))
