@@ -117,10 +117,8 @@ def of_rocm(amdgcn: str) -> tuple[int, int]:
 
 def main() -> None:
     """Print the table."""
-    names = ", ".join(what.removesuffix("_leaves") for what in WHAT)
-    print(
-        f"Four numbers are for {names}.\n\n| GPU | codec | registers | spilled bytes | shared bytes | bytes an element |"
-    )
+    print("Four numbers are for", ", ".join(what.removesuffix("_leaves") for what in WHAT), end=".\n\n")
+    print("| GPU | codec | registers | spilled bytes | shared bytes | bytes an element |")
     print("|---|---|---|---|---|---|")
     made = rows()
     while some := list(islice(made, len(WHAT))):

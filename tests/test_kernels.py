@@ -163,20 +163,23 @@ def test_operators_on_lists_have_the_numbers_of_the_pipeline(text: str, n: int):
             torch.testing.assert_close(torch.stack(of_ranks).mean(0), of_all, rtol=1e-5, atol=1e-5)
 
 
-def test_a_plan_for_an_accelerator_has_one_operation_for_each_hop():
+@pytest.mark.parametrize("text", ["quantize(two_shot, bits=4)", "quantize(two_shot, bits=4, rounding='stochastic')"])
+def test_a_plan_for_an_accelerator_has_one_operation_for_each_hop(text: str):
     """It reads payloads in the buffers of messages, and writes them there."""
     shapes = {"u": (3,), "v": (64,), "w": (64, 32)}
     device.register("meta", device.Accelerator)
     try:
         params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        plan = fnddp.lower("quantize(two_shot, bits=4)", params, world_size=4)
+        plan = fnddp.lower(text, params, world_size=4)
     finally:
         device.register("meta", device.Meta)
-    assert [line.strip() for line in plan.show(code=True).splitlines() if line.startswith("      ")] == [
-        "encode quantize(two_shot, bits=4) of 3 leaves -> c0[0]",
-        "reduce quantize(two_shot, bits=4) of 3 leaves from c0[0] -> c1[0]",
-        "decode quantize(two_shot, bits=4) of 3 leaves from c1[0] -> mean[u]",
+    lines = [line.strip() for line in plan.show(code=True).splitlines() if line.startswith("      ")]
+    assert [line for line in lines if " leaves " in line] == [
+        f"encode {text} of 3 leaves -> c0[0]",
+        f"reduce {text} of 3 leaves from c0[0] -> c1[0]",
+        f"decode {text} of 3 leaves from c1[0] -> mean[u]",
     ]
+    assert len(lines) == (3 if "stochastic" not in text else 5), lines  # with the number of the exchange
 
 
 def for_targets() -> None:
