@@ -14,7 +14,7 @@ import torch
 import fnddp
 from fnddp import device
 from fnddp.codecs import quantize as codec
-from fnddp.core.codec import Carrier, Layer
+from fnddp.core.codec import Carrier, Key, Layer
 from fnddp.kernels.leaves import DECODE, ENCODE, REDUCE, SENT, text_of
 from fnddp.kernels.operator import KernelOr, is_same
 
@@ -82,6 +82,19 @@ def lists_in_the_interpreter(texts: list[str]) -> None:
                 assert is_same(out[0], expected[0])
                 parts = (DECODE.run(codec, [part.expand(n, -1) for part in of], *given) for of in parts)
             assert all(map(is_same, *parts)), (text, dtype, counts, each.name)
+
+
+def random_in_the_interpreter() -> None:
+    """Pin each random number of a kernel to its last bit: numbers that it just lifts to zero, and just does not."""
+    codec = known("quantize(two_shot, block=None, rounding='stochastic', seed=3)")
+    drawn = Key("w", 0, seed=3, step=2**40 + 5).uniform((1, 1024), like=torch.empty(0)).view(-1)
+    for lowered, code in ((0.0, 0), (2.0**-24, -1)):
+        x = -drawn - lowered
+        x[0] = 127  # a scale of 1
+        given: Any = [1024], 1, torch.float32, 0, torch.tensor(2**40 + 5), ["w"]
+        out = ENCODE.like(codec, [x], *given)
+        assert ENCODE.kernel(codec, [x], *given, out=out)
+        assert out[1][0, 1:].eq(code).all(), lowered
 
 
 QUANTIZE = [f"quantize(two_shot, bits={bits}, block={block})" for bits in (8, 4, 2) for block in (128, 16, 24, None)]
@@ -203,6 +216,7 @@ def for_targets() -> None:
             (f"lists_in_the_interpreter(test_kernels.{texts})", "1")
             for texts in ("QUANTIZE", "STOCHASTIC", "FP8", "SIGN")
         ),
+        ("random_in_the_interpreter()", "1"),
         ("divided_in_the_interpreter()", "1"),
         ("for_targets()", "0"),
     ],
