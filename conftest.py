@@ -11,6 +11,7 @@ _PEERS = {
     "integrations/lightning.py": "lightning",
     "integrations/torchft.py": "torchft",
     "kernels/blocks.py": "triton",
+    "kernels/formats.py": "triton",
 }
 
 collect_ignore_glob = [f"fnddp/{files}" for files, peer in _PEERS.items() if find_spec(peer) is None]

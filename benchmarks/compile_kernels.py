@@ -1,13 +1,16 @@
 """Compile the codecs' kernels for GPUs that are not there, and print registers, spills and bytes of each.
 
 Needs Triton and no driver: `python benchmarks/compile_kernels.py`. Bytes are those that a kernel reads and writes for
-each element of a leaf, in blocks of 128, on four ranks; they are counted from its arguments, not measured.
+each element of a leaf, in blocks of 128 (32 with scales of 8 bits), on four ranks; they are counted from its arguments,
+not measured. Kernels for ROCm are assembled, but not linked.
 """
 
+import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +20,28 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import fnddp
+from fnddp.core.codec import Form
 from fnddp.kernels import blocks
 
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 WHAT = ("encode_leaves", "reduce_leaves", "decode_leaves", "sent_leaves", "encode_sum_leaves", "residual_leaves")
 RANKS, BLOCK = 4, 128
+TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+CODECS = {
+    "quantize(two_shot)": tl.float32,
+    "quantize(two_shot, bits=4)": tl.float32,
+    "quantize(two_shot, bits=2)": tl.float32,
+    "bf16 quantize(two_shot)": tl.bfloat16,
+    "quantize(two_shot, rounding='stochastic')": tl.float32,
+    "fp8(two_shot)": tl.float32,
+    "fp8(two_shot, format='e5m2')": tl.float32,
+    "fp8(two_shot, block=32, scale='e8m0')": tl.float32,
+    "fp8(two_shot, format='e2m1', block=32, scale='e8m0')": tl.float32,
+    "sign(two_shot, scale='max', chunk=128)": tl.float32,
+}
+LINKER = '#!/bin/sh\nif [ "$1" = --version ]; then echo none; else cp "$4" "$6"; fi\n'  # Triton needs one for ROCm
 
 
 class Row(NamedTuple):
@@ -36,33 +56,40 @@ class Row(NamedTuple):
 
 
 def rows() -> Iterator[Row]:
-    """Compile each operation for both GPUs, in float32 with 8, 4 and 2 bits, and in bfloat16 with 8."""
-    for arch in (80, 90):  # for ROCm's there is no linker here
-        for bits, dtype in ((8, tl.float32), (4, tl.float32), (2, tl.float32), (8, tl.bfloat16)):
-            for what in WHAT:
-                yield compiled(arch, what, bits, dtype)
+    """Compile each operation of each codec for all GPUs."""
+    with tempfile.TemporaryDirectory() as folder:
+        linker = Path(folder, "linker")
+        linker.write_text(LINKER)
+        linker.chmod(0o755)
+        os.environ["TRITON_HIP_LLD_PATH"] = str(linker)
+        for gpu in TARGETS:
+            for text, dtype in CODECS.items():
+                for what in WHAT:
+                    yield compiled(gpu, what, text, dtype)
 
 
-def compiled(arch: int, what: str, bits: int, dtype: Any) -> Row:
+def compiled(gpu: str, what: str, text: str, dtype: Any) -> Row:
     """Compile one kernel as `blocks.run` launches it."""
-    q = "*i8" if bits == 8 else "*u8"
-    given = {"tiles": "*i32", "table": "*i64", **dict.fromkeys(("q", "q_moved", "q_again"), q)}
-    given |= dict.fromkeys(("scale", "moved", "again"), "*fp32")
+    sync: Any = fnddp.parse(text.removeprefix("bf16 "))
+    form: Form = sync.form
+    block = BLOCK if form.scale != "e8m0" else 32
+    given = {"tiles": "*i32", "table": "*i64", "step": "*i64"}
+    given |= dict.fromkeys(("q", "q_moved", "q_again"), "*i8" if form.codec == "quantize" and form.bits == 8 else "*u8")
+    given |= dict.fromkeys(("scale", "moved", "again"), "*fp32" if form.scale in ("float32", "max") else "*u8")
     given |= dict.fromkeys(("scales", "bytes", "moves", "bytes_moved", "rank", "ranks"), "i32")
     given |= {"decay": "fp32", "nonfinite": "*u8"}
-    options = {"N": RANKS, "WHAT": what, "BY_INVERSE": True, "DTYPE": dtype, "BLOCK": BLOCK, "BITS": bits}
-    options["MANY"] = blocks.ELEMENTS // BLOCK
+    options = {"N": RANKS, "WHAT": what, "BY_INVERSE": True, "DTYPE": dtype, "BLOCK": block}
+    options |= {"MANY": blocks.blocks_of(block), "BITS": form.bits, "SCALE": form.scale, "OPTION": form.option}
+    options |= {"DRAWS": sync.draws and what in ("encode_leaves", "encode_sum_leaves", "reduce_leaves")}
+    options |= dict(zip(("ENCODE", "DECODE"), blocks.FORMATS[form.codec], strict=True))
     types = {name: given.get(name, "constexpr") for name in blocks.kernel.arg_names}
     # As at run time: pointers are aligned to 16 bytes.
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if types[name].startswith("*")}
     source = ASTSource(blocks.kernel, types, options, attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(blocks.UNFUSED))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        said = subprocess.run([str(CUOBJDUMP), "-res-usage", file.name], capture_output=True, text=True, check=True)
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", said.stdout)[0]
-    code, leaf = bits / 8 + 4 / BLOCK, dtype.primitive_bitwidth / 8
+    made = triton.compile(source, target=TARGETS[gpu], options=dict(blocks.UNFUSED))
+    registers, spilled = of_rocm(made.asm["amdgcn"]) if "amdgcn" in made.asm else of_cuda(made.asm["cubin"])
+    scale = 0 if form.scale == "none" else 4 if form.scale in ("float32", "max") else 1
+    code, leaf = form.bits / 8 + scale / block, dtype.primitive_bitwidth / 8
     nbytes = {
         "encode_leaves": leaf + code,
         "reduce_leaves": code + code / RANKS,
@@ -71,20 +98,38 @@ def compiled(arch: int, what: str, bits: int, dtype: Any) -> Row:
         "encode_sum_leaves": leaf + 4 + code,
         "residual_leaves": leaf + 8 + 2 * code + code / RANKS,
     }[what]
-    about = arch, what.removesuffix("_leaves"), bits, str(dtype).removeprefix("triton.language.")
-    return Row(about, int(registers), int(stack), made.metadata.shared, nbytes, made.asm["ptx"])
+    about = gpu, text.replace("two_shot, ", "").replace("(two_shot)", ""), what.removesuffix("_leaves")
+    return Row(about, registers, spilled, made.metadata.shared, nbytes, made.asm.get("ptx", ""))
+
+
+def of_cuda(cubin: bytes) -> tuple[int, int]:
+    """Return registers of a thread, and bytes that it spills."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([str(CUOBJDUMP), "-res-usage", file.name], capture_output=True, text=True, check=True)
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", said.stdout)[0]
+    return int(registers), int(stack)
+
+
+def of_rocm(amdgcn: str) -> tuple[int, int]:
+    """Return vector registers of a lane, and bytes that it spills: vector or scalar registers, of 4 bytes."""
+    counts = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count): +(\d+)", amdgcn))
+    return int(counts["vgpr_count"]), 4 * (int(counts["vgpr_spill_count"]) + int(counts["sgpr_spill_count"]))
 
 
 def main() -> None:
     """Print the table."""
-    print("| GPU | operation | bits | leaves | registers | spilled bytes | shared bytes | bytes an element |")
-    print("|---|---|--:|---|--:|--:|--:|--:|")
-    for row in rows():
-        arch, what, bits, dtype = row.about
-        print(
-            f"| sm_{arch} | {what} | {bits} | {dtype} | {row.registers} | {row.spilled} | {row.shared:,} | "
-            f"{row.nbytes:.2f} |"
-        )
+    print("The numbers of a cell are for", ", ".join(what.removesuffix("_leaves") for what in WHAT), end=".\n\n")
+    print("| GPU | codec | registers | spilled bytes | shared bytes | bytes an element |")
+    print("|---|---|---|---|---|---|")
+    made = rows()
+    while some := list(islice(made, len(WHAT))):
+        gpu, text, _ = some[0].about
+        columns = [[str(getattr(row, name)) for row in some] for name in ("registers", "spilled", "shared")]
+        columns.append([f"{row.nbytes:.2f}" for row in some])
+        cells = [each[0] if len(set(each)) == 1 else ", ".join(each) for each in columns]
+        print(f"| {gpu} | `{text}` | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,10 @@ PIPELINES = [
     "error_feedback(powersgd(bf16(allreduce), rank=4))",
     "bucketize(quantize(two_shot))",
     "quantize(two_shot)",
+    "quantize(two_shot, rounding='stochastic')",
+    "fp8(two_shot)",
+    "sign(two_shot)",
+    "sign(two_shot, scale='max', chunk=128)",
     "error_feedback(quantize(two_shot, bits=4))",
 ]
 NOTHING = ("aten.empty", "aten.new_empty", "aten.detach", "aten.alias", "aten.lift_fresh", "aten._unsafe_view")

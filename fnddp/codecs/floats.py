@@ -17,7 +17,7 @@ from fnddp.codecs.packing import (
     unpack,
     unpack_bits,
 )
-from fnddp.core.codec import Carrying, Codec, Key, Payload, wide
+from fnddp.core.codec import Carrying, Codec, Form, Key, Payload, wide
 from fnddp.core.opaque import rounded, shortened
 from fnddp.core.options import at_least, one_of
 from fnddp.core.sync import transform
@@ -100,6 +100,11 @@ class fp8(Codec):
     @property
     def nests(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return frozenset({"around", "inside"} if self.scale == "float32" else {"around"})
+
+    @property
+    def form(self) -> Form:  # pyright: ignore[reportIncompatibleVariableOverride]
+        bits, *numbers, _ = FORMATS[self.format]
+        return Form("fp8", bits, self.scale, tuple(numbers))
 
     def encode(self, x: Tensor) -> Payload:
         form = FORMATS[self.format]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fnddp.codecs.packing import block_size, blocks_of, in_blocks, inverse, pack, unpack
-from fnddp.core.codec import Carrying, Codec, Key, Payload, wide
+from fnddp.core.codec import Carrying, Codec, Form, Key, Payload, wide
 from fnddp.core.opaque import shortened
 from fnddp.core.options import POSITIVE, Limit, at_least, one_of
 from fnddp.core.sync import transform
@@ -57,8 +57,8 @@ class quantize(Codec):
         return self.rounding == "stochastic"
 
     @property
-    def kernel_bits(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return None if self.draws else self.bits
+    def form(self) -> Form:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Form("quantize", self.bits, option=self.rounding)
 
     def encode(self, x: Tensor, key: Key | None = None) -> Payload:
         block = block_size(self.block, x.shape[-1])

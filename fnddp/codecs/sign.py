@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fnddp.codecs.packing import block_size, blocks_of, in_blocks, is_negative, pack, pack_bits, unpack, unpack_bits
 from fnddp.core import layout
-from fnddp.core.codec import Carrying, Codec, Layer, Payload, wide
+from fnddp.core.codec import Carrying, Codec, Form, Layer, Payload, wide
 from fnddp.core.opaque import shortened
 from fnddp.core.options import Limit, one_of
 from fnddp.core.sync import Exchange, State, transform
@@ -50,17 +50,20 @@ class sign(Codec):
     def nests(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return frozenset({"around"} if self.scale == "none" else {"around", "inside"})
 
+    @property
+    def form(self) -> Form | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.averages else Form("sign", 1, self.scale)
+
     def encode(self, x: Tensor, length: Tensor | None = None) -> Payload:
         chunks = in_blocks(x, self.chunk)
-        chunk = chunks.shape[-1]
-        payload = {"bits": pack_bits(is_negative(chunks))}
+        chunk, payload = chunks.shape[-1], Payload()
         if self.scale == "max":
             payload["scale"] = torch.maximum(chunks.amax(-1), -chunks.amin(-1)).to(wide(x.dtype))
         elif self.scale == "mean":
             # Padding of a row or of its last chunk does not count.
             left = (x.shape[1] if length is None else length) - chunk * torch.arange(chunks.shape[1], device=x.device)
             payload["scale"] = chunks.to(wide(x.dtype)).abs().sum(-1) / left.clamp(1, chunk)
-        return payload
+        return payload | {"bits": pack_bits(is_negative(chunks))}
 
     def lengths(self, n: int, length: Tensor) -> dict[str, Tensor]:
         return {"scale": blocks_of(length, self.chunk, n)}

@@ -51,6 +51,19 @@ class Key:
         return random.integers(shape, bits=bits, name=name, seed=seed, step=step, rank=rank, device=like.device)
 
 
+class Form(NamedTuple):
+    """The kernel that encodes a codec's blocks, its name in `fnddp.kernels.formats`, and what it depends on.
+
+    `bits` is the size of an element. `scale` is "none" if blocks have no scale; other scales and `option` are the
+    codec's own. A payload has scales first, then codes.
+    """
+
+    codec: str
+    bits: int
+    scale: str = "float32"
+    option: Any = None
+
+
 class Layer(NamedTuple):
     """A codec in an exchange, with its seed. If it draws random numbers, `step` counts its exchanges."""
 
@@ -120,9 +133,15 @@ def _require_rows(codec: Any, parts: Any, x: Tensor) -> None:
             )
 
 
-def unit_of(layers: Layers, n: int) -> int | None:
-    """Return the number of elements of a row of `n` that are encoded independently, 1 without codecs: `Codec.unit`."""
-    units = [None if each.codec.draws or each.codec.averages else each.codec.unit(n) for each in layers]
+def unit_of(layers: Layers, n: int, *, is_alone: bool = False) -> int | None:
+    """Return the number of elements of a row of `n` that are encoded independently, 1 without codecs: `Codec.unit`.
+
+    None if they cannot be: random numbers depend on the leaf, so only if it `is_alone` may the outermost codec draw.
+    """
+    draws = [each.codec.draws and not (is_alone and i == 0) for i, each in enumerate(layers)]
+    units = [
+        None if drawn or each.codec.averages else each.codec.unit(n) for drawn, each in zip(draws, layers, strict=True)
+    ]
     if None in units:
         return None
     return units[0] if layers and all(unit == 1 for unit in units[1:]) else n if layers else 1
@@ -221,7 +240,7 @@ class Codec(Carrying):
     draws: ClassVar[bool] = False
     averages: ClassVar[bool] = False
     nests: ClassVar[Any] = frozenset({"around", "inside"})
-    kernel_bits: ClassVar[int | None] = None  # of an element, if `fnddp.kernels.blocks` encodes its blocks
+    form: ClassVar[Form | None] = None  # if `fnddp.kernels.blocks` encodes its blocks
 
     @property
     def hides_nonfinite(self) -> bool:  # a step finds no NaN in integer payloads

@@ -95,9 +95,14 @@ def _words(shape: tuple[int, ...], name: str, seed: int, step: Any, rank: Any, d
 
 def _offset(name: str, seed: int, step: Any, rank: Any, device: torch.device | None) -> Tensor:
     # The step may be symbolic, so it enters as a tensor.
-    key = _fnv1a(f"{seed}:{without_wrappers(name)}")
-    offset = torch.full((), step, dtype=torch.int64, device=device) * 0x9E3779B9 + key
-    return (offset + rank * 0x85EBCA6B).to(torch.int32)
+    if not isinstance(step, Tensor):
+        step = torch.full((), step, dtype=torch.int64, device=device)
+    return (step * 0x9E3779B9 + key_of(name, seed) + rank * 0x85EBCA6B).to(torch.int32)
+
+
+def key_of(name: str, seed: int) -> int:
+    """Return the number that stands for a leaf's name and a seed."""
+    return _fnv1a(f"{seed}:{without_wrappers(name)}")
 
 
 def _fnv1a(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Triton's kernels of `quantize` on the blocks of many leaves: each element is read once and written once.
+"""Triton's kernels of codecs on the blocks of many leaves: each element is read once and written once.
 
 A program reads where its blocks are from a table of leaves, so leaves are neither joined nor padded. Division is IEEE's
 (`div_rn`), and products and sums are not fused: so the bits are those of PyTorch's operations.
@@ -14,14 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fnddp.core.codec import Form
 from fnddp.device import device_of
 from fnddp.kernels.constants import on_device
+from fnddp.kernels.formats import FORMATS, divided
 
-TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal number of float32
 ELEMENTS = 1024  # of a program
 LARGEST = 4096  # elements of a block
 MOST_ROWS = 65535  # of a launch: its second dimension
-FIELDS = tl.constexpr(8)  # of a leaf in a table: its address, those of `Place`, and the addresses of two residuals
+FIELDS = tl.constexpr(9)  # of a leaf in a table: its address, those of `Place`, and the addresses of two residuals
 UNFUSED: Any = {"enable_fp_fusion": False}
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -29,7 +30,8 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 class Place(NamedTuple):
     """The blocks of a leaf of `count` elements in each row of a payload, from `width` elements of the leaf.
 
-    `unit` is the size of a block; `block` and `byte` are the first block and the first byte of codes in the row.
+    `unit` is the size of a block; `block` and `byte` are the first block and the first byte of codes in the row; `key`
+    is the key of its random numbers.
     """
 
     count: int
@@ -37,12 +39,7 @@ class Place(NamedTuple):
     unit: int
     block: int
     byte: int
-
-
-@triton.jit
-def _nearest(x):
-    """Round to the nearest integer, ties to even, below 2 ** 22."""
-    return (x + 12582912.0) - 12582912.0
+    key: int = 0
 
 
 @triton.jit
@@ -67,61 +64,48 @@ def _places(table, tiles, row, BLOCK: tl.constexpr, BITS: tl.constexpr, MANY: tl
 
 
 @triton.jit
-def _encode(value, BLOCK: tl.constexpr, BITS: tl.constexpr, MANY: tl.constexpr):
-    """Return the scales and bytes of blocks, `value: [MANY, BLOCK]` in float32."""
-    is_nan = tl.max((value != value).to(tl.int32), 1) > 0  # a maximum may ignore NaN
-    largest = tl.where(is_nan, float("nan"), tl.max(tl.abs(value), 1))
-    scale = tl.div_rn(largest, tl.full([MANY], 2 ** (BITS - 1) - 1, tl.float32))
-    factor = tl.where(scale < TINY, 0.0, tl.div_rn(tl.full([MANY], 1.0, tl.float32), scale))
-    is_finite = (largest - largest == 0.0)[:, None]
-    code = tl.where(is_finite, _nearest(tl.where(is_finite, value, 0.0) * factor[:, None]), 0.0).to(tl.int8)
-    if BITS != 8:
-        low = tl.reshape((code & (2**BITS - 1)).to(tl.int32), (MANY, BLOCK * BITS // 8, 8 // BITS))
-        code = tl.sum(low << (tl.arange(0, 8 // BITS) * BITS)[None, None, :], 2).to(tl.uint8)
-    return scale, code
+def _counter(table, tiles, row, rank, step, element):
+    """Return the words that become the random numbers of elements in a row of a payload: see `fnddp.core.random`."""
+    tile = tiles + 2 * tl.program_id(0)
+    entry, block = table + tl.load(tile).to(tl.int64) * FIELDS, tl.load(tile + 1).to(tl.int64)
+    width, unit = tl.load(entry + 2), tl.load(entry + 3)
+    first = (row * ((width + unit - 1) // unit) + block) * unit + tl.load(entry + 6)
+    return (first + rank.to(tl.int64) * 0x85EBCA6B + tl.load(step) * 0x9E3779B9).to(tl.int32) + element
 
 
 @triton.jit
-def _decode(scale, code, BLOCK: tl.constexpr, BITS: tl.constexpr, MANY: tl.constexpr):
-    """Return blocks in float32, `[MANY, BLOCK]`."""
+def _packed(code, BLOCK: tl.constexpr, BITS: tl.constexpr, MANY: tl.constexpr):
+    """Return integers `[MANY, BLOCK]` as bytes."""
+    if BITS != 8:
+        low = tl.reshape(code & (2**BITS - 1), (MANY, BLOCK * BITS // 8, 8 // BITS))
+        code = tl.sum(low << (tl.arange(0, 8 // BITS) * BITS)[None, None, :], 2)
+    return code
+
+
+@triton.jit
+def _unpacked(code, BLOCK: tl.constexpr, BITS: tl.constexpr, MANY: tl.constexpr):
+    """Return bytes as integers `[MANY, BLOCK]` with a sign."""
     code = code.to(tl.int32)
     if BITS != 8:
         code = code[:, :, None] >> (tl.arange(0, 8 // BITS) * BITS)[None, None, :]
-        code = tl.reshape((code << (32 - BITS)) >> (32 - BITS), (MANY, BLOCK))
-    return code.to(tl.float32) * scale[:, None]
+        code = tl.reshape(code, (MANY, BLOCK))
+    return (code << (32 - BITS)) >> (32 - BITS)
 
 
 @triton.jit
 def _added(
-    scale,
-    q,
-    scales,
-    bytes,
-    N: tl.constexpr,
-    at,
-    is_at,
-    byte,
-    is_byte,
-    BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    MANY: tl.constexpr,
-):
+    scale, q, scales, bytes, at, is_at, byte, is_byte, N: tl.constexpr, DECODE: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, MANY: tl.constexpr, SCALE: tl.constexpr, OPTION: tl.constexpr,
+):  # fmt: skip
     """Return the sum of the blocks of `N` rows, in the order of rows."""
-    total = _decode(tl.load(scale + at, is_at, 0.0), tl.load(q + byte, is_byte, 0), BLOCK, BITS, MANY)
+    code = _unpacked(tl.load(q + byte, is_byte, 0), BLOCK, BITS, MANY)
+    total = DECODE(tl.load(scale + at, is_at, 0), code, BITS, SCALE, OPTION)
     for _ in range(1, N):
         scale += scales
         q += bytes
-        total += _decode(tl.load(scale + at, is_at, 0.0), tl.load(q + byte, is_byte, 0), BLOCK, BITS, MANY)
+        code = _unpacked(tl.load(q + byte, is_byte, 0), BLOCK, BITS, MANY)
+        total += DECODE(tl.load(scale + at, is_at, 0), code, BITS, SCALE, OPTION)
     return total
-
-
-@triton.jit
-def _mean(total, ranks, BY_INVERSE: tl.constexpr):
-    """Divide as PyTorch does: on CUDA it multiplies by the inverse of a number."""
-    divisor = tl.full(total.shape, ranks, tl.float32)
-    if BY_INVERSE:
-        return total * tl.div_rn(tl.full(total.shape, 1.0, tl.float32), divisor)
-    return tl.div_rn(total, divisor)
 
 
 @triton.jit
@@ -159,9 +143,10 @@ def _store(entry, first, element, value, is_element, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "ranks", "decay"])
 def kernel(
-    table, tiles, scale, q, scales, bytes, moved, q_moved, moves, bytes_moved, again, q_again, rank, ranks,
+    table, tiles, scale, q, scales, bytes, moved, q_moved, moves, bytes_moved, again, q_again, step, rank, ranks,
     decay, nonfinite, N: tl.constexpr, WHAT: tl.constexpr, BY_INVERSE: tl.constexpr, DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr, BITS: tl.constexpr, MANY: tl.constexpr,
+    BLOCK: tl.constexpr, MANY: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, OPTION: tl.constexpr,
+    DRAWS: tl.constexpr, ENCODE: tl.constexpr, DECODE: tl.constexpr,
 ):  # fmt: skip
     """Do one of the operations of `fnddp.kernels.leaves`; rows of payloads are `scales` and `bytes` elements apart.
 
@@ -170,39 +155,54 @@ def kernel(
     encode_sum: encode, with `decay` times a residual added. residual: that sum less sent, or the old residual.
     """
     row = tl.program_id(1).to(tl.int64)
+    in_payload = row  # the row that is encoded
     if WHAT == "reduce_leaves":
         row += rank
     entry, begin, element, is_element, at, is_at, byte, is_byte = _places(table, tiles, row, BLOCK, BITS, MANY)
     scale, moved, again = scale + row * scales + begin[1], moved + begin[1], again + begin[1]
     q, q_moved, q_again = q + row * bytes + begin[2], q_moved + begin[2], q_again + begin[2]
-    if WHAT == "encode_leaves" or WHAT == "encode_sum_leaves":
-        value = _load(entry, begin[0], element, is_element, DTYPE)
-        if WHAT == "encode_sum_leaves":
-            value += decay * _load(entry + 6, begin[0], element, is_element, tl.float32)
-            value = _rounded(value, DTYPE)
-        step, code = _encode(value, BLOCK, BITS, MANY)
-        tl.store(scale + at, step, is_at)
-        tl.store(q + byte, code, is_byte)
-    elif WHAT == "reduce_leaves":
-        total = _added(moved, q_moved, moves, bytes_moved, N, at, is_at, byte, is_byte, BLOCK, BITS, MANY)
-        mean = tl.where(is_element, _mean(total, ranks, BY_INVERSE), 0.0)
-        step, code = _encode(_rounded(mean, DTYPE), BLOCK, BITS, MANY)
-        tl.store(again + at, step, is_at)
-        tl.store(q_again + byte, code, is_byte)
+    counter = element
+    if DRAWS:
+        counter = _counter(table, tiles, in_payload, rank, step, element)
+    if WHAT == "encode_leaves" or WHAT == "encode_sum_leaves" or WHAT == "reduce_leaves":
+        if WHAT != "reduce_leaves":
+            to, q_to = scale, q
+            value = _load(entry, begin[0], element, is_element, DTYPE)
+            if WHAT == "encode_sum_leaves":
+                value += decay * _load(entry + 7, begin[0], element, is_element, tl.float32)
+                value = _rounded(value, DTYPE)
+        else:
+            to, q_to = again, q_again
+            value = _added(
+                moved, q_moved, moves, bytes_moved, at, is_at, byte, is_byte, N, DECODE, BLOCK, BITS, MANY, SCALE,
+                OPTION,
+            )  # fmt: skip
+            value = _rounded(tl.where(is_element, divided(value, ranks, BY_INVERSE), 0.0), DTYPE)
+        made, code = ENCODE(value, counter, BITS, SCALE, OPTION, BY_INVERSE)
+        if SCALE != "none":
+            tl.store(to + at, made.to(to.dtype.element_ty), is_at)
+        tl.store(q_to + byte, _packed(code, BLOCK, BITS, MANY).to(q_to.dtype.element_ty), is_byte)
     else:
-        value = _added(scale, q, 0, 0, 1, at, is_at, byte, is_byte, BLOCK, BITS, MANY)
+        value = _added(
+            scale, q, 0, 0, at, is_at, byte, is_byte, 1, DECODE, BLOCK, BITS, MANY, SCALE, OPTION
+        )  # fmt: skip
         if WHAT == "sent_leaves" or WHAT == "residual_leaves":
             lost = tl.zeros_like(value)
             if row == rank:
-                total = _added(moved, q_moved, moves, bytes_moved, N, at, is_at, byte, is_byte, BLOCK, BITS, MANY)
-                lost = _added(again, q_again, 0, 0, 1, at, is_at, byte, is_byte, BLOCK, BITS, MANY)
-                lost = (lost - _mean(total, ranks, BY_INVERSE)) * ranks
+                total = _added(
+                    moved, q_moved, moves, bytes_moved, at, is_at, byte, is_byte, N, DECODE, BLOCK, BITS, MANY, SCALE,
+                    OPTION,
+                )  # fmt: skip
+                lost = _added(
+                    again, q_again, 0, 0, at, is_at, byte, is_byte, 1, DECODE, BLOCK, BITS, MANY, SCALE, OPTION
+                )  # fmt: skip
+                lost = (lost - divided(total, ranks, BY_INVERSE)) * ranks
             value += lost
         if WHAT == "residual_leaves":
-            before = _load(entry + 6, begin[0], element, is_element, tl.float32)
+            before = _load(entry + 7, begin[0], element, is_element, tl.float32)
             total = _load(entry, begin[0], element, is_element, DTYPE) + decay * before
             value = tl.where(tl.load(nonfinite) != 0, before, total - _rounded(value, DTYPE))
-            _store(entry + 7, begin[0], element, value, is_element, tl.float32)
+            _store(entry + 8, begin[0], element, value, is_element, tl.float32)
         else:
             _store(entry, begin[0], element, value, is_element, DTYPE)
 
@@ -213,19 +213,29 @@ def _tiles(places: tuple[Place, ...], many: int) -> list[int]:
     return [at for leaf, n in enumerate(blocks) for first in range(0, n, many) for at in (leaf, first)]
 
 
+def blocks_of(block: int) -> int:
+    """Return the number of blocks of a program; small blocks are fewer, because their scales take registers."""
+    return max(1, ELEMENTS // max(block, 64))
+
+
 def run(
-    what: str, bits: int, places: tuple[Place, ...], given: Mapping[str, Sequence[Tensor]], n: int, dtype: torch.dtype,
-    *, rank: int = 0, ranks: int = 1, decay: float = 1.0, nonfinite: Tensor | None = None,
+    what: str, form: Form, places: tuple[Place, ...], given: Mapping[str, Sequence[Tensor]], n: int,
+    dtype: torch.dtype, *, rank: int = 0, ranks: int = 1, step: Tensor | None = None, decay: float = 1.0,
+    nonfinite: Tensor | None = None,
 ) -> bool:  # fmt: skip
-    """Run an operation on lists of tensors by name; return False where no kernel supports the blocks or the dtype."""
+    """Run an operation on lists of tensors by name; return False where no kernel supports the blocks or the dtype.
+
+    `step` counts exchanges, for random numbers.
+    """
     largest, device = max(place.unit for place in places), next(iter(given.values()))[0].device
+    if largest > LARGEST or n > MOST_ROWS or dtype not in DTYPES:
+        return False
     parts = [given.get(name) for name in ("payload", "moved", "again")]
     any_parts = next(part for part in parts if part is not None)
-    scale, moved, again = (any_parts if part is None else part for part in parts)
-    if largest > LARGEST or n > MOST_ROWS or dtype not in DTYPES or any_parts[0].dtype != torch.float32:
-        return False
+    # A payload without scales has codes alone.
+    scale, moved, again = ((part[0], part[-1]) for part in (any_parts if part is None else part for part in parts))
     block = max(16, triton.next_power_of_2(largest))
-    many = max(1, ELEMENTS // block)
+    many = blocks_of(block)
     lists = [[each.contiguous() for each in given.get(name, ())] for name in ("x", "residual", "following")]
     addresses = [[each.data_ptr() for each in leaves] or [0] * len(places) for leaves in lists]
     entries = zip(addresses[0], places, *addresses[1:], strict=True)
@@ -237,14 +247,15 @@ def run(
     is_kept = tiles if nonfinite is None else nonfinite.to(device).view(torch.uint8)
     launched: Any = kernel
     launched[tiles.numel() // 2, 1 if what == "reduce_leaves" else n](
-        leaves_on_device, tiles, *scale, *strides[0], *moved, *strides[1], *again, rank, ranks,
-        decay, is_kept, n, what, by_inverse, DTYPES[dtype], block, bits, many, **UNFUSED,
+        leaves_on_device, tiles, *scale, *strides[0], *moved, *strides[1], *again, tiles if step is None else step,
+        rank, ranks, decay, is_kept, n, what, by_inverse, DTYPES[dtype], block, many, *form[1:], step is not None,
+        *FORMATS[form.codec], **UNFUSED,
     )  # fmt: skip
     return True
 
 
 def encode(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor] | None:
-    """Return scales `[..., blocks]` and bytes `[..., blocks, block * bits / 8]` of `x: [..., n]`."""
+    """Return scales `[..., blocks]` and bytes `[..., blocks, block * bits / 8]` of `quantize`, of `x: [..., n]`."""
     if not x.numel():
         return None
     scale = x.new_empty((*x.shape[:-1], -(-x.shape[-1] // block)), dtype=torch.float32)
@@ -263,4 +274,4 @@ def _run_one(what: str, bits: int, block: int, x: Tensor, parts: Sequence[Tensor
     width = x.numel() if x.shape[-1] % block == 0 else x.shape[-1]
     rows = x.numel() // width
     given = {"x": [x], "payload": [part.reshape(rows, -1) for part in parts]}
-    return run(what, bits, (Place(x.numel(), width, block, 0, 0),), given, rows, x.dtype)
+    return run(what, Form("quantize", bits), (Place(x.numel(), width, block, 0, 0),), given, rows, x.dtype)

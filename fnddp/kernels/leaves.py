@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fnddp.core.codec import Codec, Encoded, Key, Layers, Payload, encode, unit_of, wide
 from fnddp.core.opaque import rounded
+from fnddp.core.random import key_of
 from fnddp.core.table import Batch, Cut, Table, added_up
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of
@@ -41,7 +42,7 @@ def batches_for_operators(layers: Layers, leaves: Leaves) -> dict[str, Leaves]:
         return {}
     made: dict[Any, Leaves] = {}
     for path, leaf in leaves.items():
-        if not takes_operators(leaf) or unit_of(layers, leaf.numel()) is None:
+        if not takes_operators(leaf) or unit_of(layers, leaf.numel(), is_alone=True) is None:
             return {}
         bucket = bucket_of(path)
         made.setdefault((path if bucket is None else bucket, leaf.dtype, leaf.device), {})[path] = leaf
@@ -51,18 +52,22 @@ def batches_for_operators(layers: Layers, leaves: Leaves) -> dict[str, Leaves]:
 def text_of(layers: Layers) -> str:
     """Return the text that replaces `layers` in the arguments of operators."""
     text = repr(layers[0].codec)
-    _LAYERS[text] = layers
+    _LAYERS[text] = tuple(layer._replace(step=0) for layer in layers)  # it is an argument of its own
     return text
 
 
 @lru_cache(maxsize=1024)
 def _groups(codec: str, counts: tuple[int, ...], n: int, dtype: torch.dtype, device: torch.device) -> tuple[Group, ...]:
-    """Return leaves in groups by the size of their blocks; large leaves alone, because joining them costs more."""
+    """Return leaves in groups by the size of their blocks.
+
+    Large leaves are alone, because joining them costs more, and so are those of a codec that draws random numbers.
+    """
     layers, cuts = _LAYERS[codec], [Cut(count, -(-count // n)) for count in counts]
     members: dict[Any, dict[str, Cut]] = {}
     for i, cut in enumerate(cuts):
-        is_heavy = cut.count * dtype.itemsize > device_of(device).light_bytes
-        members.setdefault((unit_of(layers, cut.width), i if is_heavy else None), {})[str(i)] = cut
+        is_alone = layers[0].codec.draws or cut.count * dtype.itemsize > device_of(device).light_bytes
+        unit = unit_of(layers, cut.width, is_alone=True)
+        members.setdefault((unit, i if is_alone else None), {})[str(i)] = cut
     made: list[Group] = []
     for (unit, _), of_group in members.items():
         with without_modes():
@@ -102,20 +107,33 @@ def _mean(group: Group, payload: Payload, rank: int, ranks: int) -> Tensor:
     return group.batch.cleared((total / ranks).unsqueeze(0), lengths, is_kept=True)
 
 
-def _encode_leaves(codec: str, x: list[Tensor], counts: list[int], n: int, dtype: torch.dtype) -> list[Tensor]:
+def _encoded(codec: str, group: Group, x: Tensor, rank: int, step: Tensor | None, names: Sequence[str]) -> Payload:
+    first, *others = _LAYERS[codec]
+    if step is None:
+        return encode((first, *others), x, KEY).payload
+    (leaf,) = map(int, group.batch.paths)
+    return encode((first._replace(step=step), *others), x, Key(names[leaf], rank)).payload
+
+
+def _encode_leaves(
+    codec: str, x: list[Tensor], counts: list[int], n: int, dtype: torch.dtype, rank: int = 0,
+    step: Tensor | None = None, names: Sequence[str] = (),
+) -> list[Tensor]:  # fmt: skip
     payloads: list[Payload] = []
     for group in _groups(codec, tuple(counts), n, dtype, x[0].device):
         rows = group.table.rows({i: x[int(i)] for i in group.batch.paths})
-        payloads.append(encode(_LAYERS[codec], group.batch.join(rows), KEY).payload)
+        payloads.append(_encoded(codec, group, group.batch.join(rows), rank, step, names))
     return _joined(payloads)
 
 
 def _reduce_leaves(
-    codec: str, payload: list[Tensor], counts: list[int], n: int, dtype: torch.dtype, rank: int, ranks: int
-) -> list[Tensor]:
+    codec: str, payload: list[Tensor], counts: list[int], n: int, dtype: torch.dtype, rank: int, ranks: int,
+    step: Tensor | None = None, names: Sequence[str] = (),
+) -> list[Tensor]:  # fmt: skip
     payloads: list[Payload] = []
     for group, parts in _parts(_groups(codec, tuple(counts), n, dtype, payload[0].device), payload):
-        payloads.append(encode(_LAYERS[codec], rounded(_mean(group, parts, rank, ranks), dtype), KEY).payload)
+        mean = rounded(_mean(group, parts, rank, ranks), dtype)
+        payloads.append(_encoded(codec, group, mean, rank, step, names))
     return _joined(payloads)
 
 
@@ -147,9 +165,11 @@ def _sums(x: list[Tensor], residual: list[Tensor], decay: float) -> list[Tensor]
 
 
 def _encode_sum(
-    codec: str, x: list[Tensor], residual: list[Tensor], counts: list[int], n: int, dtype: torch.dtype, decay: float
-) -> list[Tensor]:
-    return _encode_leaves(codec, [rounded(each, dtype) for each in _sums(x, residual, decay)], counts, n, dtype)
+    codec: str, x: list[Tensor], residual: list[Tensor], counts: list[int], n: int, dtype: torch.dtype, decay: float,
+    *draws: Any,
+) -> list[Tensor]:  # fmt: skip
+    sums = [rounded(each, dtype) for each in _sums(x, residual, decay)]
+    return _encode_leaves(codec, sums, counts, n, dtype, *draws)
 
 
 def _residuals(
@@ -164,22 +184,25 @@ def _residuals(
 
 
 @lru_cache(maxsize=1024)
-def _kernel(codec: str, counts: tuple[int, ...], n: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return the bits of an element and the place of each leaf, for kernels; None if the codec has none."""
+def _kernel(
+    codec: str, counts: tuple[int, ...], n: int, dtype: torch.dtype, device: torch.device, names: tuple[str, ...]
+) -> Any:
+    """Return the form of blocks and the place of each leaf, for kernels; None if the codec has none."""
     from fnddp.kernels.blocks import Place  # needs Triton
 
     layers, found, block, byte = _LAYERS[codec], dict[int, Place](), 0, 0
-    bits = layers[0].codec.kernel_bits if isinstance(layers[0].codec, Codec) and len(layers) == 1 else None
-    if bits is None:
+    form = layers[0].codec.form if isinstance(layers[0].codec, Codec) and len(layers) == 1 else None
+    if form is None:
         return None
     for group in _groups(codec, counts, n, dtype, device):
         for i in map(int, group.batch.paths):
             width = -(-counts[i] // n)
-            unit = unit_of(layers, width) or width
-            found[i] = Place(counts[i], width, unit, block, byte)
+            unit = unit_of(layers, width, is_alone=True) or width
+            key = key_of(names[i], layers[0].seed) if names else 0
+            found[i] = Place(counts[i], width, unit, block, byte, key)
             block += -(-width // unit)
-            byte += -(-width // unit) * -(-unit * bits // 8)
-    return bits, tuple(found[i] for i in range(len(counts)))
+            byte += -(-width // unit) * -(-unit * form.bits // 8)
+    return form, tuple(found[i] for i in range(len(counts)))
 
 
 class LeavesOperator:
@@ -187,7 +210,8 @@ class LeavesOperator:
 
     Its arguments are the codec's text, lists of tensors, the number of elements of each leaf, the number of ranks, and
     the dtype of leaves; with `moved` also this rank and the divisor of the mean; with `residual` its factor; and for
-    the next residual also a scalar, true if it must be the old one.
+    the next residual also a scalar, true if it must be the old one. If it encodes with random numbers, this rank, the
+    number of the exchange, and the names of leaves.
 
     Args:
         name: The name of the operator.
@@ -200,11 +224,13 @@ class LeavesOperator:
     def __init__(self, name: str, lists: tuple[str, ...], makes: str, run: Callable[..., list[Tensor]]) -> None:
         self.name, self.run, self._lists, self._makes = name, run, lists, makes
         schema = f"str codec, {', '.join(f'Tensor[] {each}' for each in lists)}, int[] counts, int n, ScalarType dtype"
-        numbers = {"int rank": "moved" in lists, "SymInt ranks": "moved" in lists, "float decay": "residual" in lists}
-        numbers["Tensor nonfinite"] = makes == "following"
-        given = [number for number, is_given in numbers.items() if is_given]
-        self._numbers = [number.split()[1] for number in given]
-        schema = ", ".join([schema, *given])
+        numbers = ["int rank", "SymInt ranks"] if "moved" in lists else []
+        numbers += ["float decay"] if "residual" in lists else []
+        numbers += ["Tensor nonfinite"] if makes == "following" else []
+        numbers += ["int rank=0"] if makes == "payload" else []
+        numbers += ["Tensor? step=None", "str[]? names=None"] if makes in ("payload", "again") else []
+        self._numbers = [each.split()[-1].split("=")[0] for each in numbers]
+        schema = ", ".join([schema, *numbers])
         torch.library.define(f"fnddp::{name}", f"({schema}) -> Tensor[]", tags=())
         torch.library.define(f"fnddp::{name}.out", f"({schema}, *, Tensor(a!)[] out) -> ()", tags=())
         for key, into in (("CompositeExplicitAutograd", self._copied), *((key, self._by_kernel) for key in KEYS)):
@@ -230,11 +256,11 @@ class LeavesOperator:
         """Write the results to `out` by a kernel; return False if there is none."""
         from fnddp.kernels import blocks  # needs Triton
 
-        counts, n, dtype, *numbers = arguments[len(self._lists) :]
-        found: Any = _kernel(codec, tuple(counts), n, dtype, out[0].device)
+        counts, n, dtype, *rest = arguments[len(self._lists) :]
+        numbers: dict[str, Any] = dict(zip(self._numbers, rest, strict=False))
+        found: Any = _kernel(codec, tuple(counts), n, dtype, out[0].device, tuple(numbers.pop("names", None) or ()))
         given = dict(zip(self._lists, arguments, strict=False)) | {self._makes: out}
-        options: Any = dict(zip(self._numbers, numbers, strict=True))
-        return found is not None and blocks.run(self.name, found[0], found[1], given, n, dtype, **options)
+        return found is not None and blocks.run(self.name, found[0], found[1], given, n, dtype, **numbers)
 
     def _made(self, into: Callable[..., None], *arguments: Any) -> list[Tensor]:
         out = self.like(*arguments)
@@ -272,15 +298,16 @@ def samples(codec: str, dtype: torch.dtype, device: torch.device) -> Iterator[tu
     """Yield results of each kernel and of its reference; None for the first without a kernel."""
     x = [sample(device, count).to(dtype) for count in (3000, 7, 130)]
     given: Any = [each.numel() for each in x], 3, dtype
-    payload = ENCODE.run(codec, x, *given)
-    again = REDUCE.run(codec, payload, *given, 1, 3)
+    draws = (torch.full((), 5, device=device), ["a", "b", "c"]) if _LAYERS[codec][0].codec.draws else ()
+    payload = ENCODE.run(codec, x, *given, 1, *draws)
+    again = REDUCE.run(codec, payload, *given, 1, 3, *draws)
     residual = [each.flip(0).to(wide(dtype)) for each in x]
     calls = (
-        (ENCODE, [x], ()),
-        (REDUCE, [payload], (1, 3)),
+        (ENCODE, [x], (1, *draws)),
+        (REDUCE, [payload], (1, 3, *draws)),
         (DECODE, [payload], ()),
         (SENT, [payload] * 2 + [again], (1, 3)),
-        (ENCODE_SUM, [x, residual], (0.9,)),
+        (ENCODE_SUM, [x, residual], (0.9, 1, *draws)),
         *(
             (RESIDUAL, [*[payload] * 2, again, x, residual], (1, 3, 0.9, torch.tensor(is_kept, device=device)))
             for is_kept in (False, True)

@@ -120,7 +120,7 @@ class two_shot_mean(Carrier):
         n, rank, ranks = collectives.world_size(group), collectives.rank(group), collectives.ranks(group)
         batches = {} if self.server_memory else batches_for_operators(layers, leaves)
         if batches:
-            return *_carried_by_operators(text_of(layers), batches, group), state
+            return *_carried_by_operators(layers, batches, group), state
         table = Table(n, {path: Cut(x.numel(), -(-x.numel() // n)) for path, x in leaves.items()})
         counts = table.counts(leaves) if layers else {}
         first = Hop.of(table, layers, table.rows(leaves), rank, counts)
@@ -165,19 +165,26 @@ class two_shot_mean(Carrier):
         return "two_shot" if options == "()" else f"two_shot{options}"
 
 
-def _carried_by_operators(codec: str, batches: Mapping[str, Leaves], group: str | None) -> tuple[Leaves, Leaves]:
+def _carried_by_operators(layers: Layers, batches: Mapping[str, Leaves], group: str | None) -> tuple[Leaves, Leaves]:
     """Return mean and sent of `two_shot`: the same numbers, by one operation for each hop and batch."""
     n, ranks = collectives.world_size(group), (collectives.rank(group), collectives.ranks(group))
+    codec, draws, again_draws = text_of(layers), dict[str, tuple[Any, ...]](), dict[str, tuple[Any, ...]]()
+    if layers[0].codec.draws:
+        some = next(iter(next(iter(batches.values())).values()))
+        step = torch.full((), layers[0].step, dtype=torch.int64, device=some.device)
+        draws = {name: (ranks[0], step, list(batch)) for name, batch in batches.items()}
+        again_draws = {name: (step, [f"{path} again" for path in batch]) for name, batch in batches.items()}
     about: dict[str, Any] = {}
     sent: dict[tuple[str, int], Tensor] = {}
     again: dict[tuple[str, int], Tensor] = {}
     for name, batch in batches.items():
         first = next(iter(batch.values()))
         about[name] = [x.numel() for x in batch.values()], n, first.dtype
-        sent |= {(name, i): x for i, x in enumerate(ENCODE.default(codec, list(batch.values()), *about[name]))}
+        made = ENCODE.default(codec, list(batch.values()), *about[name], *draws.get(name, ()))
+        sent |= {(name, i): x for i, x in enumerate(made)}
     moved = collectives.all_to_all_leaves(sent, group)
     for name in batches:
-        made = REDUCE.default(codec, _of(moved, name), *about[name], *ranks)
+        made = REDUCE.default(codec, _of(moved, name), *about[name], *ranks, *again_draws.get(name, ()))
         again |= {(name, i): x for i, x in enumerate(made)}
     gathered = collectives.gather_rows(again, group)
     means: Leaves = {}

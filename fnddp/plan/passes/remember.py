@@ -43,6 +43,7 @@ def remember(draft: Draft) -> Draft:
         (encoded,) = payload[0].all_input_nodes
         if encoded.target is not ENCODE.default or len(sent.users) != len(counts):
             continue
+        draws: Any = encoded.args[5:]
         places = places or _remembered(draft)
         sums = list(_sums(encoded, sent, dtype, places, output_nodes(graph)[len(draft.paths) :]))
         if len(sums) != len(counts) or len({each.decay for each in sums}) > 1:
@@ -57,7 +58,7 @@ def remember(draft: Draft) -> Draft:
         with graph.inserting_before(encoded):
             x = [_reshaped(graph, each.x, (-1,)) for each in sums]
             residual = [_reshaped(graph, each.residual, (-1,)) for each in sums]
-            arguments: Any = codec, x, residual, counts, n, dtype, decay
+            arguments: Any = codec, x, residual, counts, n, dtype, decay, *draws
             encoded.replace_all_uses_with(call(graph, ENCODE_SUM.default, arguments, {}, value(encoded), "encode_sum"))
         with graph.inserting_before(sent):
             made = [fake_like(value(each), value(each).shape) for each in residual]
