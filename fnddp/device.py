@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fnddp.torch_private import filled
 
 Stream: TypeAlias = Any
 """A queue of operations: a `torch.Stream`, or another object of the device; None on the CPU."""
@@ -173,8 +174,7 @@ class Accelerator(Device):
 
     def of_host(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         if self.is_capturing():  # a replay would copy from memory of the host that is not kept
-            runs = [(value, len([*equal])) for value, equal in groupby(values)]
-            return torch.cat([torch.full((n,), value, dtype=dtype, device=self.device) for value, n in runs])
+            return filled(values, dtype, self.device)
         # From pinned memory: to copy from other memory, the host would wait for everything started before.
         return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(self.device, non_blocking=True)
 

@@ -550,6 +550,13 @@ FOREACH: dict[Any, tuple[Any, Any]] = {
 foreach_copy: Any = torch._foreach_copy_
 
 
+def filled(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of numbers that are arguments of its kernels, on CUDA of about a hundred numbers each."""
+    made = torch.ones(len(values), dtype=dtype, device=device)
+    torch._foreach_mul_(made.unbind(), list(values))  # exact, also for -0.0
+    return made
+
+
 # Modules.
 
 # Dicts of a module's own parameters, modules and buffers, because `named_parameters` is too slow for every step.
@@ -680,6 +687,11 @@ def is_root_mesh(mesh: DeviceMesh) -> bool:
     return root_mesh(mesh) == mesh
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor, without autograd; another tensor is returned as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def make_local_tensors_of_shards(module: nn.Module) -> None:
     """Replace parameters sharded by tensor parallelism by local tensors, as torch's class does."""
     # The import takes seconds, and only tensor parallelism needs it.
@@ -784,7 +796,7 @@ class FSDPGroup:
     @property
     def is_extended(self) -> bool:
         """True if a parameter's class itself defines the data for an all-gather, for example a float8 class."""
-        return any(hasattr(getattr(each, "_local_tensor", each), "fsdp_pre_all_gather") for each in self.parameters)
+        return any(hasattr(local_of(each), "fsdp_pre_all_gather") for each in self.parameters)
 
     @property
     def divide_factor(self) -> float | None:

@@ -83,7 +83,9 @@ def lists_in_the_interpreter(texts: list[str]) -> None:
             assert each.kernel(codec, *lists, *given, *ranks, out=out), (text, dtype, counts)
             expected = each.run(codec, *lists, *given, *ranks)
             parts = out, expected
-            if each in (ENCODE, REDUCE, ENCODE_SUM) and bool(((expected[0] != expected[0]) | (expected[0] == 255)).any()):
+            if each in (ENCODE, REDUCE, ENCODE_SUM) and bool(
+                ((expected[0] != expected[0]) | (expected[0] == 255)).any()
+            ):
                 # A block with a NaN scale is NaN as a whole, so its codes do not matter: a CPU gives NaN either sign.
                 assert is_same(out[0], expected[0])
                 parts = (DECODE.run(codec, [part.expand(n, -1) for part in of], *given) for of in parts)

@@ -117,7 +117,7 @@ def fail_at(rank: int, training: Way, step: int, place: Place, *, who: int) -> N
             point, call = what
             fail(rank, training, step, who=who, point=point.at(call))
     except BaseException as error:
-        error.add_note(f"where rank {who} fails {name}")
+        error.add_note(f"in step {step}, where rank {who} fails {name}")
         raise
 
 
@@ -515,6 +515,7 @@ def fail_at_random(rank: int, name: str, seed: int, steps: int) -> None:
     found = places(rank, disturbed)
     assert found == places(rank, straight)
     for step in range(steps):
+        assert disturbed.is_finite(), f"training has diverged before step {step}"
         if found and draws.random() < 0.5:
             place, who = draws.choice(found), draws.randrange(way.ranks)
             fail_at(rank, disturbed, 10_000 + step, place, who=who)

@@ -657,15 +657,15 @@ class Attach(Way):
         self.keeper.detach()
 
 
-OUTER = {
+OUTER = {  # with rates of which no training diverges in a thousand steps
     "local_sgd": f"local_sgd(every=1, sync={LOSSY})",
     "post_local_sgd": "post_local_sgd(start=1, every=1, sync=allgather)",
     "hierarchical_local_sgd": "hierarchical_local_sgd({1: allreduce})",
-    "diloco": f"diloco({LOSSY}, every=1)",
-    "streaming_diloco": "streaming_diloco(two_shot, every=1, fragments=1)",
+    "diloco": f"diloco({LOSSY}, every=1, lr=0.01)",
+    "streaming_diloco": "streaming_diloco(two_shot, every=1, fragments=1, lr=0.01)",
     "des_loc": "des_loc({'params': diloco(allgather, every=1), 'exp_avg': local_sgd(every=1)})",
     "sparse_loco": "sparse_loco(every=1, k=4, chunk=16)",
-    "muloco": "muloco(every=1)",
+    "muloco": "muloco(every=1, lr=0.01)",
 }
 
 

@@ -1,6 +1,7 @@
 """`make_graphed_callable`: a training step as one launch, captured in CUDA graphs."""
 
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from fnddp.core.options import checked_int
 from fnddp.core.state import placed
 from fnddp.device import accelerator, current, device_of
 from fnddp.run.engine import Engine, noting_engines
+from fnddp.torch_private import local_of
 from fnddp.wire import control
 from fnddp.wire.c10d import C10d
 
@@ -50,7 +52,7 @@ class make_graphed_callable(Generic[P, T]):
         TypeError: `step` is not a function, or is a module.
         RuntimeError: At the call that captures, on all ranks, and nothing has happened: `step` waits for the device, or
             does something else that cannot be captured. At a later call: an optimizer's hyperparameter, the memory of
-            a parameter, or the pipeline of a model has changed.
+            its state or of a parameter, or the pipeline of a model has changed.
         ValueError: At a later call: an argument has another shape, dtype or device, or is not a tensor and has changed.
 
     Without an accelerator it calls `step`.
@@ -80,6 +82,7 @@ class make_graphed_callable(Generic[P, T]):
         self._device = device_of(torch.device("cpu") if kind is None else current(kind))
         self._stream = self._device.stream()
         self._engines: dict[Engine, int] = {}  # and the numbers of engines of their lanes
+        self._functions: dict[Engine, None] = {}  # engines whose states belong to the caller
         self._optimizers: dict[torch.optim.Optimizer, Any] = {}  # and their values that must not change
         self._graphs: dict[Any, _Captured] = {}  # by the programs of the engines
 
@@ -99,10 +102,11 @@ class make_graphed_callable(Generic[P, T]):
         if self._left > 0:
             self._left -= 1
             return self._run(given)
-        for engine in self._engines:
+        for engine in self._all:
             engine.refuse_after_failure()
             engine.require_noticed()
-            engine.pin()
+        for engine in self._engines:
+            engine.pin(self)
         if self._graphs:
             self._require_unchanged()
         found = {engine: program for engine in self._engines if (program := engine.next_program()) is not None}
@@ -133,6 +137,11 @@ class make_graphed_callable(Generic[P, T]):
             finally:
                 noted.remove()
                 self._engines |= {engine: engine.lane.engines for engine in engines if engine.owns_state}
+                self._functions |= {engine: None for engine in engines if not engine.owns_state}
+
+    @property
+    def _all(self) -> list[Engine]:
+        return [*self._engines, *self._functions]
 
     def _capture(self, given: Any) -> _Captured:
         inputs, error = tree.map_tensors(Tensor.clone, given), None
@@ -149,11 +158,13 @@ class make_graphed_callable(Generic[P, T]):
             error = error or last
         if not self._any_failed(error is not None):
             self._optimizers = {optimizer: _fixed(optimizer) for optimizer in self._optimizers}
-            held = [tensor for engine in self._engines for tensor in engine.end_capture()]
+            held = [tensor for engine in self._all for tensor in engine.end_capture()]
             return _Captured(graph, inputs, outputs, held)
-        for engine in self._engines:
+        for engine in self._all:
             engine.fail(error or RuntimeError("another rank failed"))
             engine.end_capture(failed=True, counts=counts.get(engine))
+        self._left = 1  # plans were dropped
+        _reset_scalers(error)
         if error is None:
             raise RuntimeError(f"{_OWNER}: another rank could not capture its step; see its own error")
         raise RuntimeError(
@@ -161,7 +172,7 @@ class make_graphed_callable(Generic[P, T]):
         ) from error
 
     def _any_failed(self, failed: bool) -> bool:
-        engines = sorted(self._engines, key=lambda engine: engine.lane.number)
+        engines = sorted(self._all, key=lambda engine: engine.lane.number)
         groups = dict.fromkeys(g for each in engines if isinstance(each.wire, C10d) for g in each.groups)
         for group in groups:
             if C10d().size(group) > 1:
@@ -186,7 +197,7 @@ class make_graphed_callable(Generic[P, T]):
             if changed is not None:
                 raise RuntimeError(
                     f"{_OWNER}: {changed} of {type(optimizer).__name__} has changed, but the graph has what it was; "
-                    "make a number a tensor on the device, or make another callable"
+                    "make a number a tensor on the device, write into tensors, or make another callable"
                 )
 
     def release(self) -> None:
@@ -196,13 +207,27 @@ class make_graphed_callable(Generic[P, T]):
             captured.graph.reset()
         self._graphs.clear()
         for engine in self._engines:
-            engine.unpin()
+            engine.unpin(self)
 
 
 def _fixed(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what a graph of a step of `optimizer` has as constants: numbers, and addresses of parameters."""
+    """Return what a graph of a step of `optimizer` has as constants: numbers, and addresses of tensors."""
     found: dict[str, Any] = {}
     for i, group in enumerate(optimizer.param_groups):
-        found |= {f"{key} of group {i}": v for key, v in group.items() if key != "params" and not isinstance(v, Tensor)}
-        found[f"the memory of a parameter of group {i}"] = [p.data_ptr() for p in group["params"]]
+        states = [optimizer.state.get(p, {}).values() for p in group["params"]]
+        found |= {f"{key} of group {i}": _constant(value) for key, value in group.items() if key != "params"}
+        found[f"the memory of a parameter of group {i}"] = [_constant(p) for p in group["params"]]
+        found[f"the memory of a state of group {i}"] = [_constant(part) for state in states for part in state]
     return found
+
+
+def _constant(value: Any) -> Any:
+    return local_of(value).data_ptr() if isinstance(value, Tensor) else value
+
+
+def _reset_scalers(error: BaseException | None) -> None:
+    """Let a GradScaler that raised `error` begin its step again, or it would not unscale gradients in the next one."""
+    for frame, _ in walk_tb(None if error is None else error.__traceback__):
+        scaler = frame.f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler):
+            scaler.update(scaler.get_scale())

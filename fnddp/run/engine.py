@@ -136,6 +136,7 @@ class Engine:
         self._current: Program | None = None
         self._is_connected = False
         self.captured: list[Tensor] = []
+        self._pinned_by: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def is_open(self) -> bool:
@@ -170,12 +171,13 @@ class Engine:
                 self.counts[i] = part
             self._parts[i].fill_(part) if i in self.counts else self._parts[i].copy_(part)
 
-    def pin(self) -> None:
-        """Keep the state in the same memory from now on, with its counters on the device, so that graphs can use it.
+    def pin(self, user: object) -> None:
+        """Keep the state in the same memory, with its counters on the device, so that graphs of `user` can use it.
 
         Raises:
             RuntimeError: No step of the pipeline can be captured.
         """
+        self._pinned_by.add(user)
         if self.counts is not None:
             return
         if isinstance(self.wire, Elastic) or self.plan is None:
@@ -187,9 +189,11 @@ class Engine:
             for i, part in enumerate(self._parts)
         ]
 
-    def unpin(self) -> None:
-        """Undo `pin`."""
-        self._parts, self.counts = self._known_parts(), None
+    def unpin(self, user: object) -> None:
+        """Undo `pin`, if no other user needs it."""
+        self._pinned_by.discard(user)
+        if not self._pinned_by:
+            self._parts, self.counts = self._known_parts(), None
 
     def end_capture(self, *, failed: bool = False, counts: dict[int, int] | None = None) -> list[Tensor]:
         """Return the memory that captured steps use. If one has failed, drop it, and restore `counts` instead."""
