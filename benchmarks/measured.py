@@ -36,12 +36,12 @@ def table(found: dict[str, Any]) -> str:
         loss = "0" if arm["arm"] == "ddp" else found_loss[1] if found_loss else "not studied"
         lines.append(f"| {name} | {1e3 * arm['median_seconds']:,.0f} | {ratio:.2f} | {fewer:.1f} | {loss} |")
     command = found["command"].replace("'", '"').replace(" --link", " \\\n    --link")
-    millions, torch = found["parameters"] / 1e6, found["torch"].split("+")[0]
+    millions, ranks, torch = found["parameters"] / 1e6, found["ranks"], found["torch"].split("+")[0]
     return (
         "\n".join(lines)
         + f"""
 
-Times and bytes: a transformer of {millions:.1f} M parameters on {found["ranks"]} workers with one thread each, in network
+Times and bytes: a transformer of {millions:.1f} M parameters on {ranks} workers with one thread each, in network
 namespaces of one machine ({found["machine"]}), gloo, torch {torch}, medians of {found["pairs"]} steps.
 Losses: above the plain mean's, with AdamW, in [the study](docs/convergence.md) of two models of 40,000 parameters;
 +0.003 is not distinguishable from 0. To repeat the times, on Linux as root:

@@ -253,13 +253,13 @@ class Vote:
 
 
 @contextmanager
-def _named_failures(what: str = "end the step together") -> Generator[None]:
+def _named_failures() -> Generator[None]:
     try:
         yield
     except CollectiveError:
         raise
     except RuntimeError as error:
         raise CollectiveError(
-            f"the ranks could not {what}: {error}. Another rank has failed, left, or not called backward; see its own "
-            "error"
+            f"the ranks could not end the step together: {error}. Another rank has failed, left, or not called "
+            "backward; see its own error"
         ) from error

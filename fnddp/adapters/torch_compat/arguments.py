@@ -29,7 +29,7 @@ def checked_group(
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
-    if not torch_private.is_root_mesh(mesh):
+    if torch_private.root_mesh(mesh) != mesh:
         torch_private.make_local_tensors_of_shards(module)
     return mesh.get_group(mesh_dim=0)
 
