@@ -73,7 +73,7 @@ def test_a_named_language_model_does_not_see_what_it_predicts() -> None:
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("value_and_grad", marks=pytest.mark.thorough)])
 def test_a_run(engine: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pipelines, peers = ("allreduce", LOW_RANK, "allreduce"), "ddp,powersgd_hook,none"
-    options = ("--engine", engine, "--against", peers, "--out", str(tmp_path / "a" / "b"), "--profile")
+    options = ("--engine", engine, "--against", peers, "--out", str(tmp_path / "a" / "b"))
     assert main.main(["bench", *pipelines, *SMALL, *options]) == 0
     said, errors = capfd.readouterr()
     assert complaints(errors) == []
@@ -88,12 +88,6 @@ def test_a_run(engine: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         assert np.array(arm["seconds_by_rank_and_step"]).shape == (2, 2)
         assert set(arm["ratios"]) == {"ddp", "none"}
         assert arm["link_bytes"] >= 0
-    none, ours, theirs = (arms[name]["profile"] for name in ("none", LOW_RANK, "ddp"))
-    parts = ("start", "encode", "launch", "wait", "decode", "end")
-    assert set(ours) == {*parts, "hooks", "operations"}
-    assert min(ours["hooks"], theirs["hooks"], *(ours[part] for part in parts)) > 0
-    assert {none[part] + theirs[part] for part in parts} == {0}
-    assert ours["operations"] > none["operations"] > 0
     sent = 0 if engine == "value_and_grad" else BUFFERS
     assert arms["allreduce"]["wire_bytes"] == 4 * PARAMETERS + sent
     assert arms[LOW_RANK]["wire_bytes"] == LOW_RANK_BYTES + sent

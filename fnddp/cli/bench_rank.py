@@ -26,7 +26,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
 import fnddp
 from fnddp import device as devices
@@ -51,15 +50,6 @@ PEERS = ("ddp", *HOOKS, "powersgd_hook", "none")
 BF16_ON_CPU = "torch registers its bf16 hook with NCCL on CUDA only; compare with fp16_hook"
 POWERSGD_ON_GLOO = "torch's PowerSGD hook waits inside future callbacks, which aborts on gloo"
 
-PARTS: tuple[str, ...] = ("start", "hooks", "encode", "launch", "wait", "decode", "end")
-"""Parts of a step's time on the host, in the order in which they run."""
-
-OPERATIONS = "operations"
-"""Operations of aten in a step, including nested ones."""
-
-STEPS = 5
-_HOOKED = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -74,7 +64,6 @@ class Setup:
     compiled: bool = False  # compile the step. Ours are then functional for any engine
     pairs: int = 30  # timed rounds; each runs every arm once
     seed: int = 0  # for the parameters and the order of arms in a round
-    is_profiled: bool = False  # also measure the parts of a step's time
     load: float = field(default_factory=lambda: os.getloadavg()[0])  # processes that ran here in the last minute
 
     @property
@@ -91,7 +80,6 @@ class Times:
     seconds: list[list[float]]  # of each timed step (inner) on each rank (outer)
     wire_bytes: int  # that rank 0 passed to its collectives in one more step, counted
     link_bytes: list[int]  # of each timed step: sent through the network interface of rank 0
-    profile: dict[str, float] | None = None  # milliseconds of a step of rank 0, by purpose
 
     @property
     def steps(self) -> list[float]:
@@ -257,39 +245,6 @@ def _functional(setup: Setup, module: nn.Module, loss: Loss, batch: Batch, sync:
     return Arm(step, clear, sends=(lambda: sync and sync(params, state)) if setup.compiled else step)
 
 
-def profiled(arm: Arm) -> dict[str, float]:
-    """Return milliseconds that a step of `arm` spends in each of PARTS, and the number of its operations: medians.
-
-    The time of a part excludes parts nested in it. "hooks" is autograd's time for complete gradients, with all hooks on
-    parameters, also those of torch's reducer. No part includes the work of a wrapper around a step.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 prints that a profile starts, and ends
-    steps = [_step(arm) for _ in range(STEPS)]
-    return {key: median([step[key] for step in steps]) for key in (*PARTS, OPERATIONS)}
-
-
-def _step(arm: Arm) -> dict[str, float]:
-    arm.clear()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        arm.step()
-    spent = dict.fromkeys((*PARTS, OPERATIONS), 0.0)
-    for event in profiler.events() or ():
-        spent[OPERATIONS] += event.name.startswith("aten::")
-        if (part := _part(event)) is not None:
-            spent[part] += event.self_cpu_time_total / 1e3
-    return spent
-
-
-def _part(event: Any) -> str | None:
-    """Return the part that `event` belongs to: the innermost one around it."""
-    while event is not None:
-        last = "hooks" if event.name == _HOOKED else event.name.rpartition(" ")[2]
-        if last in PARTS and event.name.startswith(("fnddp ", _HOOKED)):
-            return last
-        event = event.cpu_parent
-    return None
-
-
 def measure(setup: Setup) -> Iterator[Stage | Run]:
     """Time every arm of `setup` once in each round, all ranks together; yield the run at the end.
 
@@ -328,9 +283,8 @@ def measure(setup: Setup) -> Iterator[Stage | Run]:
         with WireCounter() as counter:
             arm.sends()
         wire_bytes.append(counter.wire_bytes)
-    profiles = [profiled(arm) if setup.is_profiled else None for arm in arms]
     gathered: list[list[list[float]]] = control.all_gather_object(seconds, None)
-    times = [Times([rank[i] for rank in gathered], wire_bytes[i], link_bytes[i], profiles[i]) for i in range(len(arms))]
+    times = [Times([rank[i] for rank in gathered], wire_bytes[i], link_bytes[i]) for i in range(len(arms))]
     taken = next((arm.pipeline for arm, given in zip(arms, setup.pipelines, strict=False) if given == AUTO), None)
     yield Run(setup, times, hosts, torch.get_num_threads(), taken)
 

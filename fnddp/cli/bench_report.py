@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fnddp.cli.bench_rank import OPERATIONS, PARTS, Run
+from fnddp.cli.bench_rank import Run
 from fnddp.cli.checks import cores
 from fnddp.cli.picture import COLOURS, dress
 from fnddp.cli.terminal import SIZES, Grid, echo
@@ -20,7 +20,7 @@ BUSY = 0.5  # load for each core above which times are noisy
 
 
 def show(run: Run) -> None:
-    """Print the conditions, the comparison, the verdict, and where the time goes."""
+    """Print the conditions, the comparison, and the verdict."""
     echo(", ".join(f"{key}: {value}" for key, value in run.conditions.items() if value is not None) + "\n")
     table(run).show()
     if line := verdict(run):
@@ -30,8 +30,6 @@ def show(run: Run) -> None:
             f"Other processes had the cores (a load of {run.setup.load:.0f} on {count(cores(), 'core')}), so times "
             "vary: compare the quartiles, and raise --pairs\n"
         )
-    if run.setup.is_profiled:
-        _profile_table(run).show()
 
 
 def table(run: Run) -> Grid:
@@ -83,20 +81,6 @@ def verdict(run: Run) -> str:
     return f"As fast as {theirs}, as far as {count(run.setup.pairs, 'round')} can show: {ours}"
 
 
-def _profile_table(run: Run) -> Grid:
-    rows: list[tuple[str, ...]] = []
-    for name, times in zip(run.setup.names, run.times, strict=True):
-        assert times.profile is not None
-        spent = (f"{times.profile[part]:.2f}" for part in PARTS)
-        rows.append((name, *spent, f"{times.profile[OPERATIONS]:,.0f}"))
-    legend = {
-        "hooks": "autograd's work for a parameter's gradient, with all hooks, also of torch's reducer",
-        OPERATIONS: "of aten in a whole step, nested ones counted",
-    }
-    note = "ms of the host in a step of rank 0, each part without those within it; the profiler itself costs some."
-    return Grid("arm", {**dict.fromkeys(PARTS, 2), OPERATIONS: 1}, rows, legend, note)
-
-
 def as_json(run: Run) -> dict[str, Any]:
     """Return conditions and raw times."""
     names = run.setup.names
@@ -113,7 +97,6 @@ def as_json(run: Run) -> dict[str, Any]:
                 "link_bytes": run.link_bytes(arm),
                 "interface_bytes_by_step": times.link_bytes,
                 "seconds_by_rank_and_step": times.seconds,
-                "profile": times.profile,
             }
             for arm, (name, times) in enumerate(zip(names, run.times, strict=True))
         ],

@@ -194,7 +194,6 @@ def bench(
     device: options.Device = "cpu",
     out: options.Out = Path("fnddp-bench"),
     seed: options.Seed = 0,
-    profile: Annotated[bool, typer.Option("--profile", help="also print where the host's time goes in a step")] = False,
     imports: options.Imports = None,
 ) -> int:
     """Time training steps with pipelines against torch's own DDP.
@@ -231,7 +230,7 @@ def bench(
         checks.check_writable(out, "--out", is_folder=True)
         print("".join(f"{name} is left out: {reason}\n" for name, reason in left_out.items()), end="", flush=True)
     elements = sum(p.numel() for p in parameters.values())
-    setup = bench_rank.Setup(model, syncs, peers, here, elements, engine, compiled, pairs, seed, profile)
+    setup = bench_rank.Setup(model, syncs, peers, here, elements, engine, compiled, pairs, seed)
     found = here.run(bench_rank.measure, setup)
     if here.report:
         (run,) = found
