@@ -682,19 +682,11 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._get_root_mesh()
 
 
-<<<<<<< HEAD
-def is_root_mesh(mesh: DeviceMesh) -> bool:
-    """Return whether `mesh` is not part of a larger one."""
-    return root_mesh(mesh) == mesh
-
-
 def local_of(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, without autograd; another tensor is returned as it is."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-=======
->>>>>>> lean
 def make_local_tensors_of_shards(module: nn.Module) -> None:
     """Replace parameters sharded by tensor parallelism by local tensors, as torch's class does."""
     # The import takes seconds, and only tensor parallelism needs it.
