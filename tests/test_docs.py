@@ -111,7 +111,7 @@ def test_figures_of_the_readme_are_those_of_the_files_that_they_come_from() -> N
     assert between(text, "measured") == table(json.loads((results / "bench.json").read_text()))
     short = (results / "which-pipeline-short.md").read_text()
     few, many, nats = re.findall(
-        r"up to (\d+) times fewer .*? sends (\d+) times fewer, .*? ends (\S+)\s+nats", text, re.S
+        r"up to (\d+) times fewer .*? sends\s+(\d+) times fewer, .*? ends (\S+)\s+nats", text, re.S
     )[0]
     assert f"({few} times fewer)" in short
     assert f"({many} times fewer)" in short
