@@ -98,7 +98,7 @@ def waits(apart: Container[str] = ()) -> dict[str, str]:
                 name = f"{function} waited"
             case _:
                 continue
-        found[f"{name} in {line}" if name in found else name] = line
+        found[f"{name}, the last" if name in found else name] = line
     return found
 
 

@@ -361,7 +361,7 @@ def test_only_one_file_knows_streams():
 # The scenario that needs each of them.
 NEEDED = {
     "adapters/graphs.py __call__ wait": within_a_callable,
-    "adapters/graphs.py __call__ wait in adapters/graphs.py:88": within_a_callable,
+    "adapters/graphs.py __call__ wait, the last": within_a_callable,
     "adapters/graphs.py __call__ keep": within_a_callable,
     "core/collectives.py results waited": eagerly,
     "run/program.py begin keep": weighted,
