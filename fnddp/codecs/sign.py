@@ -56,7 +56,8 @@ class sign(Codec):
 
     def encode(self, x: Tensor, length: Tensor | None = None) -> Payload:
         chunks = in_blocks(x, self.chunk)
-        chunk, payload = chunks.shape[-1], Payload()
+        chunk = chunks.shape[-1]
+        payload: Payload = {}
         if self.scale == "max":
             payload["scale"] = torch.maximum(chunks.amax(-1), -chunks.amin(-1)).to(wide(x.dtype))
         elif self.scale == "mean":
