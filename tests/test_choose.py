@@ -156,13 +156,12 @@ def test_all_ranks_take_and_log_one(slow: None, caplog: pytest.LogCaptureFixture
         return [repr(model.sync), repr(model.plan and model.plan.sync)]
 
     assert run_threads(2, body) == [[FAR, FAR]] * 2
-    lines = [each.getMessage() for each in caplog.records if each.name == "fnddp"]
-    (line,) = [each for each in lines if 'sync="auto"' in each]  # a busy machine also logs that it lowers slowly
+    (line,) = [each.getMessage() for each in caplog.records if each.name == "fnddp"]
     assert f'sync="auto" takes {FAR}, measured in ' in line
     assert ": 2 ranks, 800 bit/s, 0 s a message; " in line
     assert "allreduce 85.8 s + " in line
     assert f"of a step: {FAR} " in line
-    assert re.search(r"; runner-up: bf16\(allreduce\), whose worst case takes 1\.\d\dx as long\. ", line)
+    assert "; runner-up: bf16(allreduce), whose worst case takes 1.81x as long. " in line
     assert line.endswith(f'To pin it: sync="{FAR}"')
 
 
