@@ -19,6 +19,7 @@ from fnddp.ir.program import FoundNonfinite, StatePart
 from fnddp.kernels.leaves import ENCODE, ENCODE_SUM, RESIDUAL, SENT
 from fnddp.plan.draft import Draft
 from fnddp.plan.graph import call, is_tensor, is_view, output_nodes, placeholders, remove_dead, tensor_nodes, value
+from fnddp.plan.passes.simplify import reshaped
 from fnddp.torch_private import fake_like
 
 aten: Any = torch.ops.aten
@@ -56,8 +57,8 @@ def remember(draft: Draft) -> Draft:
         draft.kept |= {places[each.residual] for each in sums}
         decay = sums[0].decay
         with graph.inserting_before(encoded):
-            x = [_reshaped(graph, each.x, (-1,)) for each in sums]
-            residual = [_reshaped(graph, each.residual, (-1,)) for each in sums]
+            x = [reshaped(graph, each.x, value(each.x).view(-1).shape) for each in sums]
+            residual = [reshaped(graph, each.residual, value(each.residual).view(-1).shape) for each in sums]
             arguments: Any = codec, x, residual, counts, n, dtype, decay, *draws
             encoded.replace_all_uses_with(call(graph, ENCODE_SUM.default, arguments, {}, value(encoded), "encode_sum"))
         with graph.inserting_before(sent):
@@ -66,7 +67,7 @@ def remember(draft: Draft) -> Draft:
             following = call(graph, RESIDUAL.default, arguments, {}, made, "residual")
             for i, each in enumerate(sums):
                 item = call(graph, operator.getitem, (following, i), {}, made[i], "getitem")
-                each.following.replace_all_uses_with(_reshaped(graph, item, value(each.following).shape))
+                each.following.replace_all_uses_with(reshaped(graph, item, value(each.following).shape))
     remove_dead(graph)
     return draft
 
@@ -133,8 +134,3 @@ def _is_reshaped(a: fx.Node, b: fx.Node) -> bool:
         return False
     x, y = value(a), value(b)
     return x.is_contiguous() and y.is_contiguous() and (x.numel(), x.dtype) == (y.numel(), y.dtype)
-
-
-def _reshaped(graph: fx.Graph, node: fx.Node, shape: Any) -> fx.Node:
-    like = value(node).view(shape)
-    return node if like.shape == value(node).shape else call(graph, aten.view.default, (node, list(shape)), {}, like)

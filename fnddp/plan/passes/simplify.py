@@ -93,9 +93,9 @@ def fuse(draft: Draft) -> Draft:
         if not _sample_keeps_bits(product):
             continue
         with graph.inserting_before(node):
-            matrix = _view(graph, x, value(product).shape)
+            matrix = reshaped(graph, x, value(product).shape)
             lost = call(graph, aten.addmm.default, (matrix, *product.args), {"alpha": -1}, value(product))
-            node.replace_all_uses_with(_view(graph, lost, value(node).shape))
+            node.replace_all_uses_with(reshaped(graph, lost, value(node).shape))
     remove_dead(graph)
     return draft
 
@@ -149,7 +149,8 @@ def _fits(x: Tensor, product: Tensor) -> bool:
     return is_large and x.is_contiguous() and product.is_contiguous()
 
 
-def _view(graph: fx.Graph, node: fx.Node, shape: torch.Size) -> fx.Node:
+def reshaped(graph: fx.Graph, node: fx.Node, shape: torch.Size) -> fx.Node:
+    """Return `node`, which is contiguous, or a new view of it that has this shape."""
     if value(node).shape == shape:
         return node
     return call(graph, aten.view.default, (node, list(shape)), {}, fake_like(value(node), shape))
