@@ -406,6 +406,33 @@ def test_a_change_after_the_capture_is_never_ignored(ranks: Any) -> None:
     ranks(2, "side", changing)
 
 
+def replacing(rank: int, device: str) -> None:
+    """Another pipeline for torch's class after the capture is an error, and is captured by another callable."""
+    with torch.Stream(device):
+        model = TorchDDP(small(rank, device)[0], bucket_cap_mb=0.0002)
+        handle = fnddp.register(model, fnddp.parse(RANDOM))
+    torch.accelerator.synchronize()
+    step, batches = step_of(model, sgd(model)), small(rank, device)[1]
+    run = fnddp.make_graphed_callable(step, 11)
+    for batch in [*batches, *batches[:5]]:
+        run(batch)
+    handle._adopt(fnddp.parse(FEEDBACK))  # as a checkpoint does if the pipeline is "auto"
+    before = bits([*model.parameters()])
+    with pytest.raises(RuntimeError, match="the pipeline or parameters of a model were replaced"):
+        run(batches[5])
+    assert bits([*model.parameters()]) == before
+    run.release()
+    again: Any = fnddp.make_graphed_callable(step, 1)
+    for batch in batches:
+        again(batch)
+    assert len(again._graphs) == 1
+    again.release()
+
+
+def test_the_pipeline_of_a_handle_is_replaced_after_the_capture(ranks: Any) -> None:
+    ranks(2, "side", replacing)
+
+
 def reloading(rank: int, device: str, way: Any, given: tuple[Any, ...]) -> None:
     step, found = way(rank, device, *given)
     batches, run = small(rank, device)[1], fnddp.make_graphed_callable(step)
