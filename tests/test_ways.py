@@ -89,6 +89,7 @@ def fail(rank: int, training: Way, step: int, *, who: int, point: Any = None, **
     with raises, point if is_mine and point is not None else nullcontext():
         training.step(training.batch(rank, step, **(trap if is_mine else {})))
     assert training.all == held
+    assert not training.undoes or all(p.grad is None for p in training.model.parameters())
 
 
 Place = tuple[str, Any]  # the name of a place in which a rank can fail, and a trap or a point and the number of a call

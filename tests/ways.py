@@ -260,6 +260,7 @@ class Way:
         wire: The class that sends.
         uses_alike: All ranks must use the same leaves in a step.
         owns: Ranks have other parts of the optimizer's state.
+        undoes: A failed backward leaves `.grad` as it was.
     """
 
     ranks = 2
@@ -271,7 +272,7 @@ class Way:
     told = "rank {} failed with"
     updates = False
     wire: type = C10d
-    uses_alike = owns = False
+    uses_alike = owns = undoes = False
     device = "cpu"
 
     model: Any
@@ -372,7 +373,7 @@ def local(value: Any) -> Any:
 
 
 class Module(Way):
-    traps = "leaf", "middle"
+    traps, undoes = ("leaf", "middle"), True
 
     def make(self) -> None:
         self.model = fnddp.DistributedDataParallel(self.net(), sync=fnddp.parse(self.text), bucket_cap_mb=SMALL)
@@ -474,7 +475,7 @@ class Owners(Way):
         "an error in the update": Refuses("restart from a checkpoint"),
     }
 
-    owns, weights = True, "allgather"
+    owns, undoes, weights = True, True, "allgather"
 
     def make(self) -> None:
         net = self.net()
@@ -525,6 +526,7 @@ class Fsdp(Way):
 
 
 class Shards(Fsdp):
+    undoes = True
     text, plain = TWO_HOPS, "two_shot"
     counted = TWO_HOPS
     points = (*on(C10d), *BY_BUFFER)
