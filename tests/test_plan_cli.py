@@ -169,6 +169,7 @@ def test_axes_of_a_sharded_model(planned: Any, printed: Any) -> None:
     gathered = 2 * sum(count * (size + 4) for count, size in blocks)  # again in backward
     half = 2 * sum(rows)
     assert [each["wire_bytes"] for each in said["axes"]] == [sent, gathered, half]
+    assert [each["link_bytes"] for each in said["axes"]] == [sent * 3 // 4, gathered * 3, -(-half * 4 // 3)]
     assert [(each["axis"], each["ranks"]) for each in said["axes"]] == [
         ("gradients", 4),
         ("weights", 4),

@@ -225,6 +225,7 @@ def show_axes(
                 "ranks": axis.ranks,
                 "messages": len(axis.messages),
                 "wire_bytes": axis.wire_bytes,
+                "link_bytes": axis.link_bytes(),
                 "links": {text: axis.seconds(on[axis.name]) for text, on in by_text.items()},
             }
             for axis in plan.axes
