@@ -1,5 +1,5 @@
-"""Draws docs/assets: what flows through error_feedback(powersgd(bf16(allreduce), rank=4)), the plan of plan.md, the
-way of a gradient through a step (architecture.md), and, from what `fnddp demo` and `fnddp bench` wrote, the
+"""Draws docs/assets: what flows through error_feedback(powersgd(bf16(allreduce), rank=4)), the way of a gradient
+through a step (architecture.md), and, from what `fnddp demo` and `fnddp bench` wrote, the
 curves of the one and the steps of the other. The studies of losses draw the other pictures.
 
 python benchmarks/pictures.py [folder]
@@ -10,14 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from fnddp import allreduce, bf16, error_feedback, lower, powersgd
 from fnddp.cli import picture, report
-from fnddp.show.drawing import INK, PAPER
+from fnddp.cli.picture import INK, PAPER
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
 RESULTS = Path(__file__).parent / "results"
@@ -67,15 +65,6 @@ WAY = [  # of an arrow: its start and its end, and its colour; left of its middl
     ((24.5, 63.2), (24.5, 71.5), MEAN, 7, "mean"),
 ]
 
-PARAMS = {
-    "first.weight": (4096, 4096),
-    "first.bias": (4096,),
-    "second.weight": (4096, 4096),
-    "second.bias": (4096,),
-    "third.weight": (1000, 4096),
-    "third.bias": (1000,),
-}
-
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,13 +72,6 @@ def main(folder: Path) -> None:
     picture.save(curves, folder / "curves.svg")
     picture.save(step, folder / "step.svg")
     picture.save(times, folder / "times.svg")
-    draw_plan(folder / "plan.svg")
-
-
-def draw_plan(file: Path) -> None:
-    params = {path: torch.empty(shape, device="meta") for path, shape in PARAMS.items()}
-    sync = error_feedback(powersgd(bf16(allreduce), rank=4))
-    file.write_text(lower(sync, params, world_size=4).to_svg())
 
 
 def curves() -> Figure:

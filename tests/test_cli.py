@@ -121,8 +121,6 @@ WRONG = {
             "FSDP sends gradients over its own group, as two_shot does",
         ),
         (["--shards", "2", "--link", "node=1gbit"], "--link node=1gbit: give shards=..., or one link for all"),
-        (["--svg", "x"], "--svg draws the plan of one pipeline on one link"),
-        (["allreduce", "--svg", "absent/x"], "--svg: cannot write absent/x: No such file"),
         ([TWO_LEVELS, "--ranks", "0"], "--ranks must be a whole number of at least 1, or one for each group"),
         ([TWO_LEVELS, "--ranks", "1024"], "group 'across' and group 'node'; give --ranks across=...,node=..."),
         ([TWO_LEVELS, "--ranks", "node=8,across=2,rack=2"], "rack=2: the pipelines reduce over group 'across' and"),

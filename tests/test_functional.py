@@ -215,6 +215,13 @@ def test_synchronizing_inside_a_derivative_raises(how):
         DIFFERENTIATE[how](lambda p: collectives.reduce_scatter(p["w"].unsqueeze(0)).sum(), point)
 
 
+@on_ranks(2, threads=True)
+def test_synchronizing_inside_vmap_raises(rank):
+    """With ranks: torch would give this rank's own values."""
+    with pytest.raises(RuntimeError, match=r"a collective cannot run inside torch.func.vmap: call it on the whole"):
+        torch.func.vmap(lambda x: allreduce({"w": x}, ())[0]["w"])(torch.ones(2, 3))
+
+
 def test_synchronizing_beside_a_derivative_is_no_derivative():
     with forward_ad.dual_level():
         assert allreduce({"w": torch.ones(2)}, ())[0]["w"].tolist() == [1, 1]

@@ -32,7 +32,7 @@ ORDER = [
     *("tree", "collectives", "random", "options"),
     *("kernels", "reducers", "transforms", "codecs", "schedules"),
     *("ir", "cost", "show", "plan", "run", "adapters"),
-    *("distributed", "simulation", "laws", "outer", "integrations", "api", "__init__", "cli", "__main__"),
+    *("simulation", "laws", "outer", "integrations", "api", "__init__", "cli", "__main__"),
 ]
 
 
@@ -60,7 +60,7 @@ def imported(file: Path) -> set[Path]:
     return found
 
 
-BUDGET = 34_925
+BUDGET = 34_105
 
 
 def test_the_library_stays_within_its_budget_of_lines(capsys: pytest.CaptureFixture[str]) -> None:

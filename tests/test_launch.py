@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fnddp
-from fnddp import allreduce, distributed, fp16
+from fnddp import allreduce, fp16
 from fnddp.cli.launch import RankError, run_ranks
 from fnddp.simulation.ranks import RankFailed, run_threads
 
@@ -50,8 +50,6 @@ USES: dict[str, Callable[[], object]] = {
     "jit": lambda: fnddp.jit(fp16(allreduce))(PARAMS, fp16(allreduce).init(PARAMS)),
     "value_and_grad": lambda: fnddp.value_and_grad(lambda p: p["w"].sum(), allreduce)(PARAMS, allreduce.init(PARAMS)),
     "module": lambda: fnddp.DistributedDataParallel(nn.Linear(3, 2)),
-    "gather_all_tensors": lambda: distributed.gather_all_tensors(PARAMS["w"]),
-    "sync_ddp": lambda: distributed.sync_ddp(PARAMS["w"]),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fnddp
 from fnddp import StepFailedError, all_reduce, none, partition
-from fnddp.distributed import AllGatherGrad
 from fnddp.integrations.checkpoint import load, save
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
 from fnddp.laws import bits
@@ -127,8 +126,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
         if self.over is not None:
-            parts = AllGatherGrad.apply(torch.stack((k, v)), self.over.get_group())  # [rank, 2, *, part, width]
-            k, v = parts.movedim(0, 2).flatten(2, 3)
+            k, v = all_gather_tensor_autograd(torch.stack((k, v)), 2, self.over)  # [2, *, sequence, width]
         return x + self.out((q @ k.mT).softmax(-1) @ v)
 
 

@@ -16,8 +16,6 @@ QUICK = (
     "test_ddp_build_debug_param_to_name_mapping",
     "test_ddp_hook_parity_powerSGD",
     "test_ddp_join_model_equivalence",
-    "test_ddp_logging_data_cpu",
-    "test_ddp_python_error_logged",
     "test_undefined_grad_parity_unused_parameters",
 )
 

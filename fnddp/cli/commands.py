@@ -97,9 +97,6 @@ def plan(
     ] = 25.0,
     show: Annotated[bool, typer.Option("--show", help="also print each plan in full")] = False,
     as_json: options.Json = False,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write the timeline of the plan of one pipeline")
-    ] = None,
     imports: options.Imports = None,
 ) -> int:
     """Compute what pipelines would send and take on a cluster.
@@ -116,7 +113,7 @@ def plan(
     links = link or ["1gbit"]
     if shards is not None or gradients or weights or replicas > 1:
         others = {"--ranks": ranks != "8", "--step": step is not None, "--backward": backward, "--show": show}
-        others |= {"--svg": svg, "--bucket-cap-mb": bucket_cap_mb != 25}
+        others |= {"--bucket-cap-mb": bucket_cap_mb != 25}
         unfit = [option for option, given in others.items() if given]
         if shards is None or unfit:
             fix = f"remove {', '.join(unfit)}" if unfit else "give --shards N, or --shards 1"
@@ -127,10 +124,6 @@ def plan(
     texts = pipelines or options.DEFAULT_PIPELINES
     if show and as_json:
         raise WrongArgument("--json prints only JSON: remove --show")
-    if svg is not None:
-        if max(len(texts), len(links)) > 1:
-            raise WrongArgument("--svg draws the plan of one pipeline on one link: give one pipeline and one link")
-        checks.check_writable(svg, "--svg")
     checks.check_imports(imports)
     sizes, by_text = checks.check_sizes(ranks), {text: checks.check_links(text) for text in links}
     parameters = checks.check_model(model, trains=False)
@@ -140,9 +133,8 @@ def plan(
     choices = {name: choice(parameters, on, world_size=n) for name, on in by_text.items() if AUTO in texts}
     taken = {name: each.taken for name, each in choices.items()}
     if choices:
-        beside = [] if svg else [repr(allreduce)]  # the pipeline to compare with
         named = [each for text in texts for each in (taken.values() if text == AUTO else [text])]
-        texts = list(dict.fromkeys([*named, *beside]))
+        texts = list(dict.fromkeys([*named, repr(allreduce)]))  # compared with the plain mean
     with terminal.progress(f"running {model} without values"):
         arrival = models.arrival(model)
     setting = plan_report.Setting(model, parameters, sizes, by_text, step, backward, bucket_cap_mb, arrival)
@@ -152,8 +144,6 @@ def plan(
         checks.check_groups(option, text, given, syncs)
     planned = terminal.each("lowering", lambda sync: plan_report.planned(sync, setting), syncs)
     plans, costs = [each for each, _ in planned], [each for _, each in planned]
-    if svg is not None:
-        svg.write_text(max(plans[0], key=lambda plan: plan.wire_bytes).to_svg(by_text[links[0]]))
     if as_json:
         print(json.dumps(plan_report.as_json(setting, costs) | ({"auto": taken} if taken else {}), indent=1))
     else:

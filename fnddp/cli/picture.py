@@ -1,4 +1,4 @@
-"""Figures of matplotlib as SVG that turns dark on dark pages, like pictures of plans; results are saved as files."""
+"""Figures of matplotlib as SVG that turns dark on dark pages; results are saved as files."""
 
 import json
 import math
@@ -12,11 +12,10 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
-from fnddp.show import drawing
-from fnddp.show.drawing import INK, PAPER
-
 RESULTS = "results.json"
-COLOURS = ("#000000", *drawing.COLOURS, "#F0E442")
+INK, PAPER = "#263238", "#ffffff"
+# Okabe and Ito's palette, distinct for colour-blind readers too.
+COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
 # Colours on light pages, and their replacements on dark pages. Other colours are readable on both.
 DARK = {
     INK: "#eceff1",

@@ -273,8 +273,7 @@ def refuse_batching() -> None:
     # torch has no vmap rule: a functional collective then returns this rank's own data, or uninitialized memory.
     if dist.is_initialized() and is_batching():
         raise RuntimeError(
-            "a collective cannot run inside torch.func.vmap: call it on the whole batch, outside of vmap "
-            "(fnddp.distributed.AllGatherGrad can run inside)"
+            "a collective cannot run inside torch.func.vmap: call it on the whole batch, outside of vmap"
         )
 
 

@@ -88,7 +88,7 @@ class OuterPlan:
 def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) -> OuterPlan:
     """Return the plan of a period of `outer`, found by running it on tensors without values.
 
-    Nothing is sent. The plan of each exchange prints, draws and costs itself: `plan.exchanges[0].plan.estimate(link)`.
+    Nothing is sent. The plan of each exchange prints and costs itself: `plan.exchanges[0].plan.estimate(link)`.
 
     Args:
         outer: The outer step.

@@ -50,7 +50,7 @@ def lower(
 ) -> Plan:
     """Lower a pipeline to a plan: a static schedule of the computation and messages of one rank in one step.
 
-    Nothing is computed and nothing is sent. The plan is data that you can print, estimate the cost of, and draw.
+    Nothing is computed and nothing is sent. The plan is data that you can print and estimate the cost of.
     `DistributedDataParallel` and other adapters lower by themselves; use this to inspect a pipeline, or to plan for a
     cluster on a laptop.
 

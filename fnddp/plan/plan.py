@@ -1,17 +1,16 @@
-"""A plan: a schedule that can print and draw itself and estimate its cost."""
+"""A plan: a schedule that can print itself and estimate its cost."""
 
 from dataclasses import dataclass
 
 from fnddp.cost.estimate import Compute, Links, StepCost, estimate, predict
 from fnddp.ir.plan_data import PlanData
 from fnddp.show.beside import to_trace
-from fnddp.show.drawing import to_html, to_svg
 from fnddp.show.text import show
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(PlanData):
-    """A pipeline lowered for given leaves, phase and world: data that can print, draw and estimate its cost."""
+    """A pipeline lowered for given leaves, phase and world: data that can print itself and estimate its cost."""
 
     def __repr__(self) -> str:
         return (
@@ -46,27 +45,6 @@ class Plan(PlanData):
         """
         return show(self, code)
 
-    def to_svg(self, link: Links | None = None) -> str:
-        """Return the plan as an SVG picture: a timeline of arriving gradients, computation and communication.
-
-        The length of a collective shows its size, or, with a link, its time. All computations have the same length,
-        because a plan does not know their times. Notebooks draw a plan that is the last expression of a cell.
-
-        Args:
-            link: The link between ranks, for all groups or by group name (None is the default group). As in all methods
-                that take links, a group without a link is a ValueError.
-
-        >>> import torch
-        >>> from fnddp import allreduce, lower
-        >>> svg = lower(allreduce, {"w": torch.empty(8)}, world_size=2).to_svg()
-        >>> svg[:4], svg.count('class="collective"')
-        ('<svg', 1)
-        """
-        return to_svg(self, link)
-
-    def _repr_html_(self) -> str:
-        return to_html(self)
-
     def estimate(self, link: Links | str, *, backward_seconds: float = 0.0) -> StepCost:
         """Return the cost of a step's collectives and, with `backward_seconds`, the time that backward does not hide.
 
@@ -76,7 +54,8 @@ class Plan(PlanData):
         upper bound. The wrong choice where collectives slow backward down, as on the CPU: measure instead.
 
         Args:
-            link: See `to_svg`; text is allowed, such as "1gbit:20us".
+            link: The link between ranks, for all groups or by group name (None is the default group), or its text, such
+                as "1gbit:20us". As in all methods that take links, a group without a link is a ValueError.
 
         >>> import torch
         >>> from fnddp import allreduce, fp16, lower

@@ -172,10 +172,6 @@ class Step:
         return frozenset(each.path for each, has_arrived in zip(inputs, self._put, strict=True) if not has_arrived)
 
     @property
-    def has_sent(self) -> bool:
-        return any(bound.segment.launches is not None for bound in self._program.segments[: self._next])
-
-    @property
     def is_polled(self) -> bool:
         """True if the step may continue as soon as a collective is complete, without a new gradient: see `poll`."""
         return self._program.is_polled

@@ -1,1 +1,1 @@
-"""A plan for its readers: as text, as a timeline, as a drawing, and timed while it runs."""
+"""A plan for its readers: as text, as a timeline, and timed while it runs."""

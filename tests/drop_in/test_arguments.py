@@ -93,17 +93,10 @@ def test_buckets_are_filled_as_torch_fills_them(rank: int, options: dict[str, An
     for i in range(3):
         step(model, batch(rank, i))
     buckets, params = model.plan.buckets, dict(model.module.named_parameters())
-    order, names = list(buckets), list(params)
+    order = list(buckets)
     want, _ = dist._compute_bucket_assignment_by_size([params[n] for n in order], [int(cap * 2**20) for cap in caps])
     assert [[n for n in order if buckets[n] == i] for i in range(len(want))] == [[order[i] for i in b] for b in want]
     assert len({collective.bucket for collective in model.plan.collectives}) == len(want) > 1
-    logged = model._get_ddp_logging_data()
-    indices = [[names.index(order[i]) for i in bucket] for bucket in want]
-    sizes = [sum(params[order[i]].nbytes for i in bucket) for bucket in want]
-    assert logged["prev_iteration_grad_ready_order_indices"] == ", ".join(str(i) for each in indices for i in each)
-    assert logged["rebuilt_per_bucket_param_indices"] == ", ".join(" ".join(map(str, each)) for each in indices)
-    assert logged["rebuilt_bucket_sizes"] == ", ".join(map(str, sizes))
-    assert (logged["has_rebuilt_buckets"], logged["num_buckets_reduced"]) == (1, len(want))
 
 
 def test_sizes_of_buckets_are_positive():
@@ -145,7 +138,6 @@ def test_a_broken_promise_fails_on_all_ranks_without_a_trace(
     model.zero_grad()
     with pytest.raises(RuntimeError, match=rf"(?s)not compatible with {promise} .*[bc]\.weight"):
         loss_of(model(batch(rank, 3), then[rank])).backward()
-    assert f"not compatible with {promise}" in model._get_ddp_logging_data()["error"]
     assert grads_of(model) == [None] * 6
     assert bits([model.sync_state, list(model.parameters())]) == before
     steps_alike(rank, model, straight, at=[4], use=[first[rank]])
@@ -227,8 +219,6 @@ def test_hooks_do_what_they_do_in_torch(rank: int, name: str) -> None:
             model.register_comm_hook(None, hook)
             assert model is theirs or ours.sync == fnddp.from_hook(hook)
     steps_alike(rank, ours, theirs, at=range(4))
-    if name != "partial":
-        assert ours._get_ddp_logging_data()["comm_hook"] == theirs._get_ddp_logging_data()["comm_hook"]
 
 
 @on_ranks(2)
@@ -237,7 +227,6 @@ def test_errors_of_hooks(rank: int) -> None:
         model = cls(make_model())
         with pytest.raises(TypeError, match="hook must be callable"):
             model.register_comm_hook(None, 3)
-        assert "must be callable" in model._get_ddp_logging_data()["error"]
         with pytest.raises((TypeError, AssertionError), match="hook"):
             model._register_buffer_comm_hook(None, 3)
         model.register_comm_hook(None, allreduce_hook)

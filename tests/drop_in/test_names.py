@@ -3,7 +3,6 @@
 import inspect
 import warnings
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
 from fnddp import DistributedDataParallel as DDP
-from fnddp.adapters.torch_compat import log
-from fnddp.ir.program import LeafSpec
 from fnddp.laws import bits
 from tests.models import (
     COMPRESSED,
@@ -50,10 +47,6 @@ OPTIONS: list[dict[str, Any]] = [
     *([{"lazy_bucket_allocation": True}] if "lazy_bucket_allocation" in OF_TORCH else []),
 ]
 DEPRECATED = {"broadcast_buffers", "check_reduction"}
-OF_BUCKETS = {  # which are a plan's: dtypes share one, and it is never made anew
-    *("bucket_sizes", "rebuilt_bucket_sizes", "has_rebuilt_buckets", "num_buckets_reduced"),
-    *("rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices"),
-}
 
 
 def test_arguments_are_torchs_and_three_more():
@@ -97,14 +90,9 @@ def wrapped(make: Any, options: dict[str, Any]) -> list[Any]:
     return models
 
 
-def facts(model: Any) -> dict[str, Any]:
-    logged = model._get_ddp_logging_data()
-    return {key: value for key, value in logged.items() if "_time" not in key and key not in OF_BUCKETS}
-
-
 @since_213
 @on_ranks(2)
-def test_every_option_gives_torchs_bits_attributes_and_logging_data(rank: int) -> None:
+def test_every_option_gives_torchs_bits_and_attributes(rank: int) -> None:
     some_unused = [(Parts, options) for options in OPTIONS if options.get("find_unused_parameters")]
     for make, options in [*((normed, options) for options in OPTIONS), *some_unused, (Mixed, {})]:
         ours, theirs = wrapped(make, options)
@@ -113,47 +101,6 @@ def test_every_option_gives_torchs_bits_attributes_and_logging_data(rank: int) -
         for steps in (0, 3):
             steps_alike(rank, ours, theirs, at=range(steps), use=["ab"] if make is Parts else [])
             assert bits(ours.state_dict()) == bits(theirs.state_dict())  # buffers too, each rank's as torch's
-            mine, torchs = facts(ours), facts(theirs)
-            assert {key: mine.get(key) for key in torchs} == torchs, options
-            if steps:
-                assert theirs._get_ddp_logging_data().keys() <= ours._get_ddp_logging_data().keys()
-
-
-def log_a_step(patch: pytest.MonkeyPatch, record: log.Log, clock: list[int]) -> dict[str, Any]:
-    """At these times: forward begins, backward begins, the first collective is issued, backward ends, all is over."""
-    times = iter(clock)
-    leaves = {"a": LeafSpec.of(torch.empty(3)), "b": LeafSpec.of(torch.empty(5))}
-    engine: Any = SimpleNamespace(plan=None, has_sent=False, leaves=leaves)
-    patch.setattr(log, "time", SimpleNamespace(time_ns=lambda: next(times)))
-    record.forward_starts()
-    record.backward_starts()
-    for engine.has_sent in (False, True, True):
-        record.note_sending(engine)
-    record.backward_ends()
-    record.step_ends(engine, ["b"])
-    return record.facts
-
-
-def test_times_are_those_of_the_last_sampled_step_and_their_means(monkeypatch):
-    model = DDP(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="equal or greater than 1, got 0"):
-        model._set_ddp_runtime_logging_sample_rate(0)
-    assert model._log.sample_rate == 100
-    model._set_ddp_runtime_logging_sample_rate(7)
-    sampled = []
-    for i in range(30):
-        facts = log_a_step(monkeypatch, model._log, [start := 100 * i, *(start + t for t in (10 * i + 10, 35, 40, 70))])
-        if facts["iteration"] == i:
-            sampled.append(i)
-        if i == 1:
-            at = ("forward_compute_time_start", "backward_compute_time_start", "backward_comm_time_start")
-            at += ("backward_compute_time_end", "backward_comm_time_end", "unused_parameter_size")
-            assert [facts[name] for name in at] == [100, 120, 135, 140, 170, 20]
-            took = ("forward_compute_time", "backward_compute_time", "backward_comm_time")
-            took += ("backward_compute_comm_overlap_time",)
-            assert [facts[name] for name in took] == [20, 20, 35, 5]
-            assert [facts[f"avg_{name}"] for name in took] == [15, 25, 35, 5]
-    assert sampled == [*range(11), 14, 21, 28]
 
 
 @on_ranks(2)
@@ -207,7 +154,6 @@ def test_a_static_graph_is_set_once_and_before_training(rank: int) -> None:
             step(late, batch(rank, i))
         with pytest.raises(RuntimeError, match="before training loop starts"):
             late._set_static_graph()
-        assert late._get_ddp_logging_data()["has_error"] == 1
 
 
 @on_ranks(2)

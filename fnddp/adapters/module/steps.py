@@ -29,7 +29,6 @@ from fnddp.adapters.backward import (
 from fnddp.adapters.module.outputs import tensors_in
 from fnddp.adapters.module.promises import Promises
 from fnddp.adapters.module.slots import OWNER, WrappedParameters
-from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.state import describe
 from fnddp.run.engine import Engine
 from fnddp.run.program import UnexpectedGradient
@@ -74,7 +73,6 @@ class Steps:
         promises: The user's promises about unused parameters. Each step checks them.
 
     Attributes:
-        log: Log of times and errors.
         is_armed: True if the next backward synchronizes.
         scale: Factor that gradients are multiplied by before they are sent.
         weight: The weight of the `weight` block that runs now, if any.
@@ -85,7 +83,6 @@ class Steps:
 
     engine: Engine
     backward: Backward
-    log: Log
     needs_earlier_gradients: ClassVar[bool] = False
     """True if each step needs to know `.grad` before its backward, even if the step begins at a parameter."""
 
@@ -214,7 +211,6 @@ class Steps:
             )
         if not keeps_graph:
             self._fast.open(step, task, {self.engine.positions[name] for name in grads})
-        self.log.backward_starts()
         return taken
 
     def _open(self) -> _Taken | None:
@@ -223,8 +219,7 @@ class Steps:
 
     def _begin(self, weight: float | Tensor | None) -> Any:
         self.require_same_world()
-        with self.log.errors():
-            return self.backward.begin(weight=weight, scale=self.scale)
+        return self.backward.begin(weight=weight, scale=self.scale)
 
     # Gradients
 
@@ -305,7 +300,6 @@ class Steps:
                 run(step)
             except UnexpectedGradient as error:
                 raise self._named(error) from None
-            self.log.note_sending(step)
 
     def _named(self, error: BaseException) -> BaseException:
         """Translate an UnexpectedGradient into an error about the module; return other errors unchanged."""
@@ -327,7 +321,6 @@ class Steps:
 
     def _finish(self) -> None:
         """End the step at the end of its backward, and write the means."""
-        self.log.backward_ends()
         was_armed, taken = self.is_armed, self._taken
         if taken is None or self.engine.step is None:  # it failed together with another engine's step
             self.close()
@@ -349,7 +342,6 @@ class Steps:
         self.unsynchronized = set()
         self._write(done, taken)
         self.wait_for_futures()
-        self.log.step_ends(self.engine, done.unused)
 
     def _take_late(self) -> None:
         """Take gradients that no hook could take: those of inner backwards, and those accumulated within no_sync."""
@@ -386,7 +378,7 @@ class Steps:
     def _end(self) -> Synchronized:
         learns = self.engine.learns_order
         # torch's name for it in profiles: here ranks learn which parameters none of them has used.
-        with self.log.errors(), torch.autograd.profiler.record_function("search_unused_parameters"):
+        with torch.autograd.profiler.record_function("search_unused_parameters"):
             done = self.backward.end(self._take_late, self._keeps_promises)
         if learns and self.promises.skips_unused and len(done.unused) < len(self.parameters):
             self.engine.drop(done.unused)

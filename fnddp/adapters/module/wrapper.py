@@ -22,7 +22,6 @@ from fnddp.adapters.module.slots import OWNER, Slots, WrappedParameters, sparse_
 from fnddp.adapters.module.steps import Steps
 from fnddp.adapters.reentrant import refuse_reentrant_checkpoints
 from fnddp.adapters.torch_compat import arguments
-from fnddp.adapters.torch_compat.log import Log, environment, parameter_facts
 from fnddp.adapters.torch_compat.names import HookLocation, TorchNames, reducer
 from fnddp.core import state
 from fnddp.core.agreement import agree, agreed_state, description, fails_alike
@@ -335,7 +334,7 @@ class DistributedDataParallel(TorchNames):
         self._slots.require_known(self.module, has_gradients=torch.is_grad_enabled())
         if self._synchronizes:
             self._require_no_placeholders()
-        if not self._log.has_stepped:
+        if not self._engine.steps:
             # `Steps` runs the optimizers of torch.distributed.optim._apply_optimizer_in_backward on synchronized
             # gradients, and then sets these gradients to None, as torch does.
             theirs = [p for p in self._trained.parameters.values() if torch_private.optimizers_in_backward(p)]
@@ -345,7 +344,6 @@ class DistributedDataParallel(TorchNames):
             self._steps.require_same_world()
             if not self._is_copy:  # one rank may run a copy alone; the first step connects
                 self._engine.connect()  # again, if unpickled or given a new pipeline
-            self._log.forward_starts()
         with device_of(self.device).selected():
             Join.notify_join_context(self)
             self._sync_buffers(HookLocation.PRE_FORWARD)
@@ -468,21 +466,8 @@ class DistributedDataParallel(TorchNames):
             lane=lane,
         )
         world = Membership(self._group, f"{OWNER}: the module was wrapped", "wrap the module again")
-        flags = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-        log = Log(
-            {
-                "module_name": type(self.module).__name__,
-                "device_ids": ", ".join(map(str, self.device_ids or ())),
-                "output_device": -1 if self.output_device is None else self.output_device,
-                "bucket_cap_bytes": self.bucket_bytes_cap,
-                "has_sync_bn": int(any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())),
-                **{flag: int(getattr(self, flag)) for flag in (*flags, "is_multi_device_module")},
-                **environment(self.process_group),
-                **parameter_facts(engine.leaves, self._bucket_caps),
-            }
-        )
         self._steps.use(engine, trained, sparse_parameters(self.module), world)
-        self._trained, self._slots, self._log, self._steps.log = trained, slots, log, log
+        self._trained, self._slots = trained, slots
 
     def _remove_autograd_hooks(self) -> None:
         self._steps.detach()
@@ -493,7 +478,7 @@ class DistributedDataParallel(TorchNames):
 
     def __getstate__(self) -> dict[str, Any]:
         # Keep the pipeline and its state (torch's class loses them with its hook). Hooks and plans are made again.
-        made_again = ("_steps", "_log", "_slots", "reducer")
+        made_again = ("_steps", "_slots", "reducer")
         attributes = {key: value for key, value in self.__dict__.items() if key not in made_again}
         return {**attributes, "_saved": (self.sync, self.sync_state)}
 

@@ -1,1 +1,1 @@
-"""Compatibility of `DistributedDataParallel` with torch's class: arguments, logging data and names."""
+"""Compatibility of `DistributedDataParallel` with torch's class: arguments and names."""

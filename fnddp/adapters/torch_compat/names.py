@@ -18,7 +18,6 @@ from fnddp.adapters.handle import HasPipeline
 from fnddp.adapters.hook import from_hook
 from fnddp.adapters.module.slots import OWNER, Slots, WrappedParameters, sparse_parameters
 from fnddp.adapters.module.steps import Steps
-from fnddp.adapters.torch_compat.log import Log
 from fnddp.core.sync import Sync
 from fnddp.device import device_of
 from fnddp.reducers.all_reduce import allreduce
@@ -78,7 +77,6 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
     _trained: WrappedParameters
     _slots: Slots
     _steps: Steps
-    _log: Log
     _buffer_hook: Callable[[dict[str, Tensor]], Any] | None = None  # replaces the broadcast
     _buffer_location = HookLocation.PRE_FORWARD
     _divides_by_initial_world_size = True  # within join, a mean is over all ranks, even those without inputs
@@ -209,7 +207,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
             TypeError: `hook` is not callable.
         """
         if not callable(hook):
-            self._log_and_throw(TypeError, f"Communication hook must be callable, got {hook!r}")
+            raise TypeError(f"Communication hook must be callable, got {hook!r}")
         name = getattr(hook, "__qualname__", repr(hook))
         self._replace_plain(from_hook(hook, state, parameters=self._trained.parameters), name)
 
@@ -217,17 +215,12 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         self._replace_plain(_BUILTIN_HOOKS[comm_hook_type], str(comm_hook_type))
 
     def _replace_plain(self, sync: Sync, hook: str) -> None:
-        logged = self._log.facts.get("comm_hook")
-        if logged is not None:
-            self._log_and_throw(RuntimeError, f"the hook {logged} is already registered; set `sync` to change it")
         if self.sync.over(None) != allreduce:
-            self._log_and_throw(
-                RuntimeError,
+            raise RuntimeError(
                 f"gradients are synchronized by {self.sync!r}, which the hook {hook} would replace; remove sync= when "
-                "wrapping the module, or put fnddp.from_hook(hook, state) into the pipeline",
+                "wrapping the module, or put fnddp.from_hook(hook, state) into the pipeline"
             )
         self.sync = sync
-        self._log.facts["comm_hook"] = hook
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: Callable[..., Any], comm_hook_location: HookLocation = HookLocation.POST_FORWARD
@@ -258,26 +251,23 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         parameters = list(self._trained.parameters.values())
         return parameters, [parameter in sparse for parameter in parameters]
 
-    # Logs
+    # For callers
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return dict(self._log.facts)
+        """Return no data: for Lightning's strategies, which look for one key at the end."""
+        return {}
 
-    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
-        with self._log.errors():
-            raise err_type(err_msg)
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise ValueError(f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}")
-        self._log.sample_rate = sample_rate
+    @staticmethod
+    def _log_and_throw(err_type: type[Exception], err_msg: str) -> None:
+        """Raise the error, for `_build_debug_param_to_name_mapping`."""
+        raise err_type(err_msg)
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
-        if self._log.has_stepped:
-            self._log_and_throw(RuntimeError, "_set_static_graph() should be called before training loop starts")
+        if self._engine.steps:
+            raise RuntimeError("_set_static_graph() should be called before training loop starts")
         self.static_graph = True
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
