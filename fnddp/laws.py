@@ -592,7 +592,7 @@ class _Sums(TorchDispatchMode):
 
 
 def rounding(sync: Sync, *dtypes: torch.dtype) -> float:
-    """Return the largest relative rounding error of float32, of `dtypes`, and of each `cast` in `sync`."""
+    """Return the largest machine epsilon of float32, of `dtypes`, and of each `cast` in `sync`."""
     casts = [each.dtype for each in all_in(sync) if isinstance(each, cast)]
     return max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes, *casts) if isinstance(dtype, torch.dtype))
 

@@ -351,7 +351,7 @@ UNSAFE_VIEWS = {torch.ops.aten._unsafe_view.default}  # views without a view ann
 
 
 class Fakes:
-    """The arguments of one trace: tensors without values, in `mode`, and ints with recorded comparisons."""
+    """The arguments of one trace: fake tensors in `mode`, and symbolic ints with comparisons that are recorded."""
 
     def __init__(self) -> None:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -372,7 +372,7 @@ class Fakes:
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
     def dense(self, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a fake tensor that is not a view, faster than an operation would."""
+        """Return a fake tensor with memory of its own, faster than an operation such as `empty_strided` would."""
         return _dense(self.mode, shape, stride, dtype, device)
 
     def view(self, base: Tensor, shape: Any, stride: Any, offset: int) -> Tensor:

@@ -68,10 +68,10 @@ class Backward:
         return self.engine.begin(**options)
 
     def end_with_autograds(self, end: Callable[[], None], reaches: "Iterable[Backward]" = ()) -> None:
-        """Make autograd call `end`, for the open step, when the running backward ends.
+        """Queue `end`, the function that ends the open step, as a final callback of the running autograd backward.
 
         Args:
-            reaches: Other backwards that are idle, and will begin a step in the same autograd backward.
+            reaches: Other `Backward`s that are idle, and will begin a step in the same autograd backward.
         """
         with _lock:
             task = current_backward()
@@ -186,7 +186,7 @@ class Backward:
             self.fail(error)
 
     def require_idle(self) -> None:
-        """Fail an open step: its backward did not finish if the next forward begins."""
+        """Fail a step that is still open, on all ranks, without raising: its backward did not finish."""
         if self.step is not None or self.has_raised:
             self.fail_all(_unfinished())
         self._shared = self.failure = None
@@ -277,10 +277,10 @@ def require_synchronized(owner: str, named: Iterable[tuple[str, Tensor]], known:
 
 
 def accumulates(parameters: Iterable[nn.Parameter], behind: Iterable[Any]) -> bool:
-    """Return whether the running backward accumulates in one of `parameters`, or would if this rank had used one.
+    """Return whether the running backward accumulates in one of `parameters`, or in all leaves after nodes `behind`.
 
     Args:
-        behind: Graph nodes of the module's outputs. In the second case, all their leaves must get gradients.
+        behind: Graph nodes next to the module's outputs, for a forward on this rank that used none of `parameters`.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return accumulates_in(trained) or (bool(trained) and accumulates_all(behind))

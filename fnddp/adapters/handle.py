@@ -55,7 +55,7 @@ def log_adopted(taken: Sync, saved: Sync) -> None:
 
 
 class HasPipeline:
-    """A pipeline that synchronizes the gradients of a model, with its state."""
+    """Base class of objects with a pipeline that synchronizes the gradients of a model, and the pipeline's state."""
 
     _engine: Any  # an `Engine`
     _backward: Backward
@@ -66,7 +66,7 @@ class HasPipeline:
 
     @property
     def sync(self) -> Sync:
-        """The pipeline that runs. Reducers without a process group use the model's, unless that is the default group.
+        """The pipeline that runs. Reducers that name no process group name the model's here, unless it is the default.
 
         It cannot be set. Register another pipeline in a new model, or use `fnddp.DistributedDataParallel`.
         """
@@ -155,8 +155,8 @@ class HasPipeline:
     def sync_stats(self) -> SyncStats:
         """Return this rank's bytes and times of the last step, and the number of steps, as a dict to log.
 
-        Times are measured from the first call on. That call returns None for them, so call it once before training. It
-        waits for an accelerator. Setting another pipeline resets the counts of steps.
+        The first call starts to measure times, and returns None for them: make it before training. Each call waits for
+        an accelerator. Setting another pipeline resets the counts of steps.
         """
         return stats(self._engine)
 

@@ -60,7 +60,7 @@ def cores() -> int:
 
 
 def check_processes(ranks: int) -> None:
-    """Check that this machine can run `ranks` processes in a reasonable time."""
+    """Raise a `WrongArgument` if `ranks` processes are more than `RANKS_PER_CORE` for each core."""
     most = RANKS_PER_CORE * cores()
     if ranks > most:
         raise WrongArgument(

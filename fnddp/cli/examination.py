@@ -64,7 +64,7 @@ class Findings:
 
     @property
     def is_sound(self) -> bool:
-        """True if versions and devices are the same on all ranks, and all means of `PROBES` too."""
+        """True if all ranks have the same versions and devices, and get equal means from each pipeline of `PROBES`."""
         return self.disagreement is None and not self.unequal
 
 

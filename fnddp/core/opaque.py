@@ -33,8 +33,8 @@ def is_compiled() -> bool:
 def shortened(x: Tensor, n: int) -> Tensor:
     """Return `x[..., :n]`.
 
-    Inductor's loop split for CPUs (`try_loop_split`, torch 2.11 to 2.15) divides a loop over `n` elements that follow
-    blocks by the size of a block, and leaves out the rest.
+    Inductor miscompiles this slice for CPUs if `x` was computed in blocks (`try_loop_split`, torch 2.11 to 2.15): it
+    splits the loop over `n` elements by the size of a block, and leaves out the last `n % size`.
 
     >>> shortened(torch.arange(4), 3)
     tensor([0, 1, 2])

@@ -267,7 +267,7 @@ class Batch:
         self.x = self.join(rows)
 
     def join(self, rows: Leaves) -> Tensor:
-        """Join `[rows, n]` of each leaf in the layout of `x`; shorter rows are padded with zeros."""
+        """Concatenate `[rows, n]` of each leaf to `[rows, pieces, unit]`; zeros fill the last piece of each leaf."""
         if self.is_one:
             return rows[self.paths[0]]
         parts: list[Tensor] = []

@@ -81,7 +81,7 @@ class Placement:
     memories: dict[str, Storage] = field(default_factory=dict[str, Storage])
 
     def holder(self, node: fx.Node) -> Storage:
-        """Return the memory of the result of `node`: the node that made it, or a name."""
+        """Return the memory of the result of `node`: the node that allocated it, or the name of a mean or scratch."""
         memory: Storage = node
         while isinstance(memory, fx.Node) and memory in self.stored_in:
             memory = self.stored_in[memory]

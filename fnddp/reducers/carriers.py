@@ -77,9 +77,9 @@ class two_shot_mean(Carrier):
     Args:
         group: See `all_reduce`.
         server_memory: The owner keeps the error of its second hop, a residual of one chunk, and adds it to the next
-            mean. It no longer counts n times in `sent`, where it would inflate the scales of its chunk's blocks. The
-            sum of all outputs plus the mean residual outside plus this one is the sum of all mean gradients. The state
-            is for a fixed number of ranks: the exchange raises a ValueError for another number.
+            mean. This error no longer counts n times in `sent`, where it would inflate the scales of its chunk's
+            blocks. All outputs, the mean residual of `error_feedback` outside and this residual add up to all mean
+            gradients. The state is for a fixed number of ranks: the exchange raises a ValueError for another number.
 
     Source: owners sum and average as in torchft's quantized all-reduce and in 1-bit Adam (Tang et al., ICML 2021). The
     two residuals of 1-bit Adam are `error_feedback(sign(two_shot(server_memory=True)))`.

@@ -39,11 +39,11 @@ class Hops:
 
 
 class Pair(NamedTuple):
-    """The texts of two hops, and the largest loss that they may cost.
+    """The pipelines of both hops as text, and an upper bound of the loss that they add.
 
     Attributes:
-        most: Nats above the loss with the exact mean: the upper end of the 95 % confidence interval over seeds;
-            infinite if nothing was measured.
+        most: The bound, in nats above the loss with the exact mean: the upper end of the 95 % confidence interval over
+            seeds, or infinity if nothing was measured.
     """
 
     gradients: str

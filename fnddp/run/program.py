@@ -270,9 +270,9 @@ class Program:
         return True
 
     def begin(self, parts: Sequence[Any], weight: Weight | None) -> tuple[list[Buffer], list[Any], list[Tensor | None]]:
-        """Return the buffers of a step, its registers with all values known in advance, and slots for gradients.
+        """Return the memory of a step: buffers of collectives, registers with all values known in advance, and slots.
 
-        Slots are by position of the leaf. They are for gradients that are only copied; None for the others.
+        Slots, by position of the leaf: the slice of a send buffer to copy its gradient to; None if operations read it.
         """
         buffers = [pool.take() for pool in self.pools]
         if self._filled is None or any(a is not b for a, b in zip(buffers, self._filled[0], strict=True)):

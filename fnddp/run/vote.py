@@ -48,7 +48,7 @@ class Flags(NamedTuple):
 
     @property
     def is_mixed(self) -> bool:
-        """True, for the maximum over ranks, if ranks ended steps of different engines."""
+        """True if ranks ended steps of different engines. Valid only for the maximum over ranks."""
         return self.place + self.other != 255
 
 

@@ -35,7 +35,7 @@ class SimulatedRanks:
         return places[self.rank]
 
     def division(self, group: str | None) -> Division:
-        """Return the groups called `group`; raise a ValueError if there are none."""
+        """Return all process groups that share the name `group`; raise a ValueError if there are none."""
         if group is None:
             return (tuple(range(self.n)),)
         if group not in self.groups:

@@ -176,7 +176,7 @@ class DistributedDataParallel(TorchNames):
 
     @property
     def sync(self) -> Sync:
-        """The pipeline that runs. Reducers without a process group use the module's, unless that is the default group.
+        """The pipeline that runs. Reducers that name no process group name the module's here, unless it is the default.
 
         Set it between steps, on all ranks, to replace the pipeline. The new one starts from its initial state.
 

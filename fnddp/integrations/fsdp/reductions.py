@@ -105,7 +105,7 @@ class Reductions:
         return self._part()
 
     def join(self, backward: Backward, start: Callable[[], object]) -> None:
-        """Join the steps of `backward` from now on; `start` begins a step, and calls `begin`."""
+        """Run reductions within the steps of `backward` from now on; `start` begins such a step, and calls `begin`."""
         self.backward, self._start = backward, start
 
     @torch_private.skipped_by_dynamo
@@ -152,7 +152,7 @@ class Reductions:
         part.commit(step.found_nonfinite)
 
     def begin(self) -> "Reduction":
-        """Begin the part of a step; the caller keeps it alive until the step's end."""
+        """Return a new `part` of a step. The caller must keep it until the step ends: `part` holds a weak reference."""
         part = Reduction(self)
         self._part = weakref.ref(part)
         return part
@@ -206,7 +206,7 @@ class Reduction:
         self._before = [(p, None if p.grad is None else _local(p.grad).clone()) for p in parameters]
 
     def weigh(self) -> None:
-        """Send this rank's weight over each mesh, unless already sent; after an interrupt, over the remaining ones."""
+        """Sum the weights of ranks over each mesh, once in a step. After an interrupt, finish the remaining meshes."""
         if self.is_weighed or self.weight is None:
             return
         reductions, means = self._reductions, dict[str | None, Tensor]()
