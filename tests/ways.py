@@ -260,7 +260,7 @@ class Way:
         wire: The class that sends.
         uses_alike: All ranks must use the same leaves in a step.
         owns: Ranks have other parts of the optimizer's state.
-        undoes: A failed backward leaves `.grad` as it was.
+        undoes: A failed backward that began without gradients leaves none.
     """
 
     ranks = 2
@@ -545,7 +545,7 @@ class Replicas(Fsdp):
 
 
 class ShardsAndReplicas(Fsdp):
-    ranks = 4
+    ranks, undoes = 4, True
     text, plain = TWO_HOPS, "two_shot"
     counted = TWO_HOPS
     points = (*on(C10d), *BY_BUFFER, Point(Vote, "cast"))
