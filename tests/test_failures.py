@@ -276,7 +276,7 @@ def check_death(rank: int, text: str, how: str) -> None:
     if rank == dist.get_world_size() - 1:
         if how == "raises in forward":
             training.model(torch.ones(8, 3))
-        loss_of(training.model(batch(rank, 1), dies if how == "is killed" else fails)).backward()
+        loss_of(training.model(batch(rank, 1), dies)).backward()
     require_given_up(training, rank, training.step(batch(rank, 1)), before)
 
 
@@ -286,16 +286,14 @@ def check_death(rank: int, text: str, how: str) -> None:
     [
         (3, COMPRESSED, "is killed"),
         (3, COMPRESSED, "is killed before its first backward"),
-        (2, CHECKED, "is killed"),
         (3, PLAIN, "raises in forward"),
-        (2, COMPRESSED, "raises in backward"),
     ],
 )
 def test_a_rank_that_dies_is_an_error_on_the_others(gloo, n, text, how):
     if how.startswith("is killed"):
         gloo(n, check_death, text, how, timeout=DEADLINE, may_die=True)
     else:
-        with pytest.raises(RankFailed, match="shapes cannot be multiplied|in my backward") as caught:
+        with pytest.raises(RankFailed, match="shapes cannot be multiplied") as caught:
             gloo(n, check_death, text, how, timeout=DEADLINE, may_die=True)
         assert list(caught.value.errors) == [n - 1]
 
