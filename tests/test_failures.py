@@ -126,22 +126,16 @@ def test_ranks_that_differ(rank: int) -> None:
     assert_equal_on_ranks(grads_of(good))
 
 
-@on_ranks(2, seconds=DEADLINE)
-def test_a_rank_whose_arguments_are_refused(rank: int) -> None:
-    refusal = "DistributedDataParallel: no parameter of the module requires a gradient"
-    match = refusal if rank == 1 else f"rank 1: set-up in its place, failed with RuntimeError: {refusal}"
-    with pytest.raises(RuntimeError if rank == 1 else RankMismatchError, match=match):
-        fnddp.DistributedDataParallel(make_model().requires_grad_(rank != 1))
-
-
 @on_ranks(2, threads=True, seconds=DEADLINE)
-def test_what_is_no_module_and_no_step_is_refused(rank: int) -> None:
-    wrong: Any = make_model().parameters() if rank else make_model()
-    match = (
-        "expected a torch.nn.Module, got generator" if rank else "rank 1: set-up in its place, failed with TypeError"
-    )
-    with pytest.raises(TypeError if rank else RankMismatchError, match=match):
-        fnddp.DistributedDataParallel(wrong)
+def test_arguments_that_are_refused_on_one_rank_are_an_error_on_all(rank: int) -> None:
+    wrong: Any = make_model().parameters()
+    for module, kind, refusal in (
+        (wrong, TypeError, "expected a torch.nn.Module, got generator"),
+        (make_model().requires_grad_(False), RuntimeError, "no parameter of the module requires a gradient"),
+    ):
+        failed = rf"rank 1: set-up in its place, failed with {kind.__name__}: DistributedDataParallel: {refusal}"
+        with pytest.raises(kind if rank else RankMismatchError, match=refusal if rank else failed):
+            fnddp.DistributedDataParallel(module if rank else make_model())
     with pytest.raises(TypeError, match="expected a function that does a whole training step, got Sequential"):
         fnddp.make_graphed_callable(make_model())
 
