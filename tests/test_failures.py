@@ -126,22 +126,16 @@ def test_ranks_that_differ(rank: int) -> None:
     assert_equal_on_ranks(grads_of(good))
 
 
-@on_ranks(2, seconds=DEADLINE)
-def test_a_rank_whose_arguments_are_refused(rank: int) -> None:
-    refusal = "DistributedDataParallel: no parameter of the module requires a gradient"
-    match = refusal if rank == 1 else f"rank 1: set-up in its place, failed with RuntimeError: {refusal}"
-    with pytest.raises(RuntimeError if rank == 1 else RankMismatchError, match=match):
-        fnddp.DistributedDataParallel(make_model().requires_grad_(rank != 1))
-
-
 @on_ranks(2, threads=True, seconds=DEADLINE)
-def test_what_is_no_module_and_no_step_is_refused(rank: int) -> None:
-    wrong: Any = make_model().parameters() if rank else make_model()
-    match = (
-        "expected a torch.nn.Module, got generator" if rank else "rank 1: set-up in its place, failed with TypeError"
-    )
-    with pytest.raises(TypeError if rank else RankMismatchError, match=match):
-        fnddp.DistributedDataParallel(wrong)
+def test_arguments_that_are_refused_on_one_rank_are_an_error_on_all(rank: int) -> None:
+    wrong: Any = make_model().parameters()
+    for module, kind, refusal in (
+        (wrong, TypeError, "expected a torch.nn.Module, got generator"),
+        (make_model().requires_grad_(False), RuntimeError, "no parameter of the module requires a gradient"),
+    ):
+        failed = rf"rank 1: set-up in its place, failed with {kind.__name__}: DistributedDataParallel: {refusal}"
+        with pytest.raises(kind if rank else RankMismatchError, match=refusal if rank else failed):
+            fnddp.DistributedDataParallel(module if rank else make_model())
     with pytest.raises(TypeError, match="expected a function that does a whole training step, got Sequential"):
         fnddp.make_graphed_callable(make_model())
 
@@ -276,7 +270,7 @@ def check_death(rank: int, text: str, how: str) -> None:
     if rank == dist.get_world_size() - 1:
         if how == "raises in forward":
             training.model(torch.ones(8, 3))
-        loss_of(training.model(batch(rank, 1), dies if how == "is killed" else fails)).backward()
+        loss_of(training.model(batch(rank, 1), dies)).backward()
     require_given_up(training, rank, training.step(batch(rank, 1)), before)
 
 
@@ -286,16 +280,14 @@ def check_death(rank: int, text: str, how: str) -> None:
     [
         (3, COMPRESSED, "is killed"),
         (3, COMPRESSED, "is killed before its first backward"),
-        (2, CHECKED, "is killed"),
         (3, PLAIN, "raises in forward"),
-        (2, COMPRESSED, "raises in backward"),
     ],
 )
 def test_a_rank_that_dies_is_an_error_on_the_others(gloo, n, text, how):
     if how.startswith("is killed"):
         gloo(n, check_death, text, how, timeout=DEADLINE, may_die=True)
     else:
-        with pytest.raises(RankFailed, match="shapes cannot be multiplied|in my backward") as caught:
+        with pytest.raises(RankFailed, match="shapes cannot be multiplied") as caught:
             gloo(n, check_death, text, how, timeout=DEADLINE, may_die=True)
         assert list(caught.value.errors) == [n - 1]
 

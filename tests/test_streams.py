@@ -307,7 +307,7 @@ LEFT_OUT = ("hierarchical", "weighted", *HALVES)
 REGISTERED = [text for name, text in EXAMPLES.items() if name not in LEFT_OUT]
 CASES = [
     *product(SCENARIOS, [*TEXTS, *PERIODIC, *GROUPS]),
-    *product([with_the_module, functional], REGISTERED),
+    *product([with_the_module], REGISTERED),
 ]
 CASES.remove((weighted, GROUPS[0]))  # means over levels have no weights
 CASES.remove((weighted, GROUPS[1]))

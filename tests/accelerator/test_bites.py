@@ -1,7 +1,7 @@
-"""Each wait and each keep of the library, left out in turn: the device then gives other bits than the CPU's.
+"""Each wait of the library outside of steps, left out in turn: the device then gives other bits than the CPU's.
 
-Each is left out where its absence shows, in the order of streams in which it does. `tests/test_streams.py` shows that
-the checker finds each of a step's, in any order.
+`tests/test_streams.py` shows that each of a step's is needed, in any order of streams. Two of them are here, too, so
+that each order of streams of the device finds one.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,15 +24,15 @@ from fnddp.laws import bits
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine
 from fnddp.wire import control
-from fnddp.wire.c10d import C10d, over
-from tests.accelerator.test_training import mesh_of, result, stream_of, train_shards
+from fnddp.wire.c10d import C10d
+from tests.accelerator.test_training import mesh_of, result, train_shards
 from tests.sharded import sharded
 from tests.streams import site, waits
+from tests.test_streams import NEEDED
 
 pytestmark = pytest.mark.thorough
 
 FEEDBACK = "error_feedback(fp16(allreduce))"
-POWERSGD = "error_feedback(powersgd(allreduce, rank=1, min_compression_rate=0))"
 
 
 def leaves_on(device: str) -> dict[str, Tensor]:
@@ -54,64 +54,7 @@ def copied(value: Any) -> Any:
     return tree.map_tensors(Tensor.clone, value)
 
 
-# Scenarios: each is given the rank and the device, and returns bits. Memory is freed as soon as it can be.
-
-
-def with_collectives_in_a_row(rank: int, device: str) -> Any:
-    engine, leaves = engine_of(device, POWERSGD)
-    means = []
-    for i in range(3):
-        step = engine.begin()
-        step.feed_all(grads_of(leaves, rank, i))
-        means.append(copied(step.finish().mean))
-        del step
-    return bits([means, engine.state])
-
-
-def with_gradients_of_several_streams(rank: int, device: str) -> Any:
-    """Made of leaves alone, while the main stream still reads the means of the step before."""
-    engine, leaves = engine_of(device, FEEDBACK)
-    streams = [stream_of(device) for _ in range(2)]
-    if device != "cpu":
-        torch.accelerator.synchronize()  # the leaves are there
-    means = []
-    for i in range(4):
-        step = engine.begin()
-        for at, name in enumerate(reversed(leaves)):
-            with streams[at % 2]:
-                step.feed(name, (rank + 1.5 + i) * leaves[name].square())
-        means.append(copied(step.finish().mean))
-        del step
-    return bits([means, engine.state])
-
-
-def reading_means_late(rank: int, device: str) -> Any:
-    """Within a later step, before which they are freed."""
-    engine, leaves = engine_of(device, "quantize(allgather)")
-    kept: list[Any] = []
-    means = []
-    for i in range(6):
-        step = engine.begin()
-        step.feed_all(grads_of(leaves, rank, i))
-        if len(kept) == 2:
-            means.append(copied(kept.pop(0)))
-        kept.append(dict(step.finish().mean))
-        del step
-    return bits(means)
-
-
-def with_weights_given(rank: int, device: str) -> Any:
-    """Numbers on the main stream, whose memory is another's as soon as the factor is asked for."""
-    engine, leaves = engine_of(device, "weighted(fp16(allreduce))")
-    means = []
-    for i in range(3):
-        step = engine.begin(weight=rank + 1.0 + i)
-        step.feed_all(grads_of(leaves, rank, i))
-        step.advance(block=True)
-        others = [torch.full((), 3.0, dtype=torch.float64, device=device) for _ in range(8)]
-        means.append(copied(step.finish().mean))
-        del step, others
-    return bits(means)
+# Scenarios: each is given the rank and the device, and returns what tells that a line did nothing.
 
 
 def told_of_what_is_not_finite(rank: int, device: str) -> Any:
@@ -127,35 +70,6 @@ def told_of_what_is_not_finite(rank: int, device: str) -> Any:
         means.append(copied((step.finish().mean, step.found_nonfinite * torch.ones(1, device=device))))
         del step
     return bits([means, engine.state])
-
-
-def with_memory_of_a_step_given_up(rank: int, device: str) -> Any:
-    others = []
-    for i in range(3):
-        engine, leaves = engine_of(device, POWERSGD)
-        for gives_up in (False, True):
-            step = engine.begin()
-            step.feed_all(grads_of(leaves, rank, i))
-            step.advance(block=True)  # as far on all ranks
-            if gives_up:
-                step.give_up()
-            else:
-                step.finish()
-            del step
-        del engine
-        others += [torch.full((size,), 3.0, device=device) for size in (4, 24, 72, 96, 144, 300) for _ in range(4)]
-    return bits(others)
-
-
-def without_a_plan(rank: int, device: str) -> Any:
-    sync = fnddp.parse("quantize(two_shot)")
-    leaves = leaves_on(device)
-    run, state = over(C10d(), sync), sync.init(leaves)
-    means = []
-    for i in range(2):
-        mean, state = run(grads_of(leaves, rank, i), state)
-        means.append(mean)
-    return bits(means)
 
 
 def with_messages(rank: int, device: str) -> Any:
@@ -182,26 +96,15 @@ def with_weights_sharded_again(rank: int, device: str) -> Any:
 
 # What finds that a line does nothing: a scenario, and the streams that run last.
 FINDS: dict[str, tuple[Callable[[int, str], Any], str]] = {
-    "core/collectives.py results waited": (without_a_plan, "side"),
     "integrations/fsdp/shards.py __call__ waited": (with_weights_sharded_again, "side"),
     "integrations/fsdp/unit.py _said waited": (with_weights_that_stay, "side"),
-    "run/program.py begin keep": (with_weights_given, "side"),
-    "run/step.py _start wait": (with_gradients_of_several_streams, "default"),
-    "run/step.py commit wait": (with_collectives_in_a_row, "side"),
-    "run/step.py commit keep": (reading_means_late, "default"),
     "run/step.py watch wait": (told_of_what_is_not_finite, "default"),
     "run/step.py watch keep": (told_of_what_is_not_finite, "side"),
-    "run/step.py _ingest wait": (with_collectives_in_a_row, "default"),
-    "run/step.py _ingest keep": (with_gradients_of_several_streams, "side"),
-    "run/step.py _wait waited": (with_collectives_in_a_row, "side"),
-    "run/step.py _wait_for_side_stream wait": (with_memory_of_a_step_given_up, "side"),
-    "run/vote.py _gathered waited": (with_collectives_in_a_row, "side"),
     "wire/control.py _reduced waited": (with_messages, "side"),
     "wire/control.py _broadcast_over waited": (with_messages, "side"),
     "wire/control.py _gathered waited": (with_messages, "side"),
 }
-# Wait in threads, for gloo; for links that are measured; and for steps to capture, in tests/test_streams.py.
-APART = ["wire/c10d.py", "cost/measure.py", "adapters/graphs.py"]
+APART = ["wire/c10d.py", "cost/measure.py"]  # which wait in threads, for gloo, and for links that are measured
 RANKS = {with_weights_sharded_again: 4}
 
 
@@ -228,7 +131,7 @@ def run_without(rank: int, device: str, line: str, scenario: Callable[[int, str]
 
 def test_each_wait_and_keep_is_in_the_table():
     after_errors = {"integrations/fsdp/unit.py wait waited"}  # of messages in whose place a rank has sent zeros
-    assert set(FINDS) == set(waits(APART)) - after_errors
+    assert set(FINDS) | set(NEEDED) == set(waits(APART)) - after_errors
 
 
 @pytest.mark.parametrize("name", FINDS)
