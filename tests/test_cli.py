@@ -111,7 +111,7 @@ WRONG = {
         (["partition({'encoder.*': allreduce})"], "partition: leaf 'blocks.0.linear1.bias' matches none"),
         (["fp16(allreduce, check=True)"], "fp16(allreduce, check=True) cannot be lowered"),
         (["--link", "10mbps"], "; bits are mbit or Mbps, since tc reads mbps as bytes"),
-        (["--backward", "nan"], "Invalid value for '--backward': must be a positive number, got nan"),
+        (["--bucket-cap-mb", "nan"], "Invalid value for '--bucket-cap-mb': must be a positive number, got nan"),
         (["--show", "--json"], "--json prints only JSON: remove --show"),
         (["--replicas", "2"], "plan a model's axes: give --shards N"),
         (["--shards", "2", "--ranks", "4", "--show"], "remove --ranks, --show"),

@@ -104,9 +104,14 @@ def test_what_is_planned_is_what_steps_after_the_first_do(planned: Any, printed:
     assert warming["first_step"]["wire_bytes"] == 2 * warming["wire_bytes"]
 
 
-def test_a_step_is_backward_and_what_it_does_not_hide(planned: Any) -> None:
-    costs = planned("allreduce", "--backward", "0.5", "--link", "1gbit")["pipelines"][0]["links"]["1gbit"]
-    assert costs["step_seconds"] == pytest.approx(0.5 + costs["exposed_seconds"])
+def test_buckets_hide_behind_backward(planned: Any) -> None:
+    options = ("--backward", "0.5", "--link", "1gbit", "--bucket-cap-mb")
+    few, many = (planned("allreduce", *options, cap, model="resnet18")["pipelines"][0] for cap in ("100", "5"))
+    assert few["collectives"] < many["collectives"]
+    for each in (few, many):
+        costs = each["links"]["1gbit"]
+        assert costs["step_seconds"] == pytest.approx(0.5 + costs["exposed_seconds"])
+    assert many["links"]["1gbit"]["exposed_seconds"] < few["links"]["1gbit"]["exposed_seconds"]
 
 
 def test_what_is_printed(printed: Any) -> None:
@@ -116,7 +121,7 @@ def test_what_is_printed(printed: Any) -> None:
     for expected in ("9,640", "15.2x", "10gbit", "exposed", "a backward of 1 ms", "not measured", "fnddp bench"):
         assert expected in said
     said = printed("allreduce", LOW_RANK, "--ranks", "1", "--step", "3", "--show")
-    for expected in ("4 leaves; 1 rank; step 3\n", "float32[2410]", "float16[", "round 2 of 2"):
+    for expected in ("4 leaves; 1 rank; step 3;", "float32[2410]", "float16[", "round 2 of 2"):
         assert expected in said
     said = printed(TWO_LEVELS, "--ranks", "node=8,across=128", "--step", "0")
     assert "8 ranks in group node, 128 ranks in group across" in " ".join(said.split())

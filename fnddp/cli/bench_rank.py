@@ -63,6 +63,7 @@ class Setup:
     engine: str = "ddp"  # how a pipeline is run: "ddp", "register" or "value_and_grad"
     compiled: bool = False  # compile the step. Ours are then functional for any engine
     pairs: int = 30  # timed rounds; each runs every arm once
+    seed: int = 0  # for the parameters and the order of arms in a round
     load: float = field(default_factory=lambda: os.getloadavg()[0])  # processes that ran here in the last minute
 
     @property
@@ -141,6 +142,7 @@ class Run:
             "backend": device.backend,
             "pairs": setup.pairs,
             "untimed_rounds": WARM_UP,
+            "seed": setup.seed,
             "torch": torch.__version__,
             "machine": f"{platform.system()} {platform.machine()}, {_processor()}",
             "load_at_start": round(setup.load, 1),
@@ -261,11 +263,11 @@ def measure(setup: Setup) -> Iterator[Stage | Run]:
     arms: list[Arm] = []
     for i, each in enumerate([*setup.pipelines, *setup.peers]):
         yield Stage(f"preparing {names[i]}", i, len(names))
-        arms.append(_arm(each, setup, problem.make(0).to(device), problem.loss, batch))
+        arms.append(_arm(each, setup, problem.make(setup.seed).to(device), problem.loss, batch))
     seconds: list[list[float]] = [[] for _ in arms]
     link_bytes: list[list[int]] = [[] for _ in arms]
     order = list(range(len(arms)))
-    shuffle = random.Random(0).shuffle
+    shuffle = random.Random(setup.seed).shuffle
     for number in range(-WARM_UP, setup.pairs):
         does, done, of = ("warming up", number + WARM_UP, WARM_UP) if number < 0 else ("timing", number, setup.pairs)
         shuffle(order)

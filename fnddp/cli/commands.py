@@ -17,7 +17,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="training steps with each pipeline")] = 400,
     device: options.Device = "cpu",
     out: options.Out = Path("fnddp-demo"),
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="seed of initial parameters, batches and order")] = 0,
+    seed: options.Seed = 0,
     imports: options.Imports = None,
 ) -> int:
     """Train with several pipelines and compare them.
@@ -91,6 +91,10 @@ def plan(
             callback=options.positive, metavar="SECONDS", help="time of backward, to compute the time of a step"
         ),
     ] = None,
+    bucket_cap_mb: Annotated[
+        float,
+        typer.Option(callback=options.positive, metavar="MB", help="MiB of gradients that are sent together"),
+    ] = 25.0,
     show: Annotated[bool, typer.Option("--show", help="also print each plan in full")] = False,
     as_json: options.Json = False,
     imports: options.Imports = None,
@@ -109,6 +113,7 @@ def plan(
     links = link or ["1gbit"]
     if shards is not None or gradients or weights or replicas > 1:
         others = {"--ranks": ranks != "8", "--step": step is not None, "--backward": backward, "--show": show}
+        others |= {"--bucket-cap-mb": bucket_cap_mb != 25}
         unfit = [option for option, given in others.items() if given]
         if shards is None or unfit:
             fix = f"remove {', '.join(unfit)}" if unfit else "give --shards N, or --shards 1"
@@ -132,7 +137,7 @@ def plan(
         texts = list(dict.fromkeys([*named, repr(allreduce)]))  # compared with the plain mean
     with terminal.progress(f"running {model} without values"):
         arrival = models.arrival(model)
-    setting = plan_report.Setting(model, parameters, sizes, by_text, step, backward, arrival)
+    setting = plan_report.Setting(model, parameters, sizes, by_text, step, backward, bucket_cap_mb, arrival)
     with within(World(size=sizes)):
         syncs = checks.check_pipelines(texts, parameters)
     for option, text, given in (("--ranks", ranks, sizes), *(("--link", *each) for each in by_text.items())):
@@ -178,6 +183,7 @@ def bench(
     ] = False,
     device: options.Device = "cpu",
     out: options.Out = Path("fnddp-bench"),
+    seed: options.Seed = 0,
     imports: options.Imports = None,
 ) -> int:
     """Time training steps with pipelines against torch's own DDP.
@@ -214,7 +220,7 @@ def bench(
         checks.check_writable(out, "--out", is_folder=True)
         print("".join(f"{name} is left out: {reason}\n" for name, reason in left_out.items()), end="", flush=True)
     elements = sum(p.numel() for p in parameters.values())
-    setup = bench_rank.Setup(model, syncs, peers, here, elements, engine, compiled, pairs)
+    setup = bench_rank.Setup(model, syncs, peers, here, elements, engine, compiled, pairs, seed)
     found = here.run(bench_rank.measure, setup)
     if here.report:
         (run,) = found
@@ -344,6 +350,7 @@ def trace(
     ranks: options.Ranks = None,
     link: options.Link = "loopback",
     out: options.Out = Path("fnddp-step.json"),
+    seed: options.Seed = 0,
     imports: options.Imports = None,
 ) -> int:
     """Record a step and predict it, for ui.perfetto.dev.
@@ -357,7 +364,7 @@ def trace(
     here = launch.check_ranks(ranks, link=link, imports=imports)
     (sync,) = checks.check_pipelines([pipeline], checks.check_model(model))
     checks.check_writable(out, "--out")
-    found = here.run(examination.record, sync, model)
+    found = here.run(examination.record, sync, model, seed)
     if here.report:
         timelines, table = found[0]
         out.write_text(timelines)

@@ -251,12 +251,13 @@ def as_json(findings: Findings, device: str) -> dict[str, Any]:
     }
 
 
-def record(sync: Sync, name: str) -> Iterator[Stage | tuple[str, Grid]]:
+def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | tuple[str, Grid]]:
     """Train a few steps of the problem `name`, and yield one, measured and predicted, as JSON and as a table."""
     torch.set_num_threads(1)  # ranks share a machine
     rank, world_size = dist.get_rank(), dist.get_world_size()
     problem = load(name)
-    network, generator = problem.make(0), torch.Generator().manual_seed(rank)
+    network = problem.make(seed)
+    generator = torch.Generator().manual_seed(seed * world_size + rank)
     yield Stage("measuring the link")
     link = measure_link() if world_size > 1 else None
     yield Stage("timing backward")

@@ -54,6 +54,7 @@ Link: TypeAlias = Annotated[
     str, typer.Option(metavar="RATE[:LATENCY]", help="rate of each rank's link, such as 200mbit or 1gbit:1ms")
 ]
 Out: TypeAlias = Annotated[Path, typer.Option(metavar="PATH", help="folder for the files that it writes")]
+Seed: TypeAlias = Annotated[int, typer.Option(min=0, metavar="N", help="seed of initial parameters, batches and order")]
 Imports: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(

@@ -38,6 +38,7 @@ class Setting:
     links: dict[str, Links]  # by their text
     step: int | None  # of all counters; None for a step after all warm-ups
     backward: float | None  # seconds; None if no communication overlaps with it
+    bucket_cap_mb: float
     arrival: list[str] | None = None  # names of parameters in the order of their gradients, if known
 
     @property
@@ -56,7 +57,7 @@ class Setting:
         when = "after all warm-ups" if self.step is None else f"step {self.step}"
         return (
             f"{self.model}: {self.elements:,} parameters in {count(len(self.parameters), 'leaf', 'leaves')}; "
-            f"{ranks}; {when}"
+            f"{ranks}; {when}; buckets of {self.bucket_cap_mb:g} MiB"
         )
 
 
@@ -67,7 +68,7 @@ def planned(sync: Sync, setting: Setting) -> tuple[list[Plan], Costs]:
     the very first step, if it sends other messages.
     """
     ranks = World(size=setting.ranks).size_of(sync.groups)
-    options: Any = {"world_size": ranks, "arrival": setting.order}
+    options: Any = {"world_size": ranks, "bucket_cap_mb": setting.bucket_cap_mb, "arrival": setting.order}
     with wrong_if(TypeError, ValueError):  # a LoweringError is a TypeError
         if setting.step is None:
             repeated = period(sync, setting.parameters, **options)
@@ -186,6 +187,7 @@ def as_json(setting: Setting, pipelines: Sequence[Costs]) -> dict[str, Any]:
         "leaves": len(setting.parameters),
         "ranks": ranks if isinstance(ranks, int) else {group or DEFAULT_GROUP: n for group, n in ranks.items()},
         "step": setting.step,
+        "bucket_cap_mb": setting.bucket_cap_mb,
         "backward_seconds": setting.backward,
         "pipelines": pipelines,
     }
