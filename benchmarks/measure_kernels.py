@@ -85,7 +85,7 @@ class Launches(TorchDispatchMode):
         if written and func._overloadname != "out" and "copy_" not in str(func):  # in place
             read += written
         self.number += _kernels(str(func), [value for _, value in given])
-        self.nbytes += _nbytes(read) + _nbytes(written or made)
+        self.nbytes += _kept(*args, **kwargs) if "fnddp.keep" in str(func) else _nbytes(read) + _nbytes(written or made)
         return made
 
 
@@ -97,6 +97,12 @@ def _kernels(name: str, values: list[Any]) -> int:
     if "_foreach" in name and not all(map(_fits, *lists)):  # CUDA then takes one after the other
         return len(lists[0])
     return 1
+
+
+def _kept(old: list[Tensor], new: list[Tensor], found: Tensor, out: list[Tensor] | None = None) -> int:
+    """Return the bytes that it moves in a step without NaN: it copies next values that are not in their place yet."""
+    places = [None] * len(new) if out is None else [each.data_ptr() for each in out]
+    return 2 * _nbytes([each for each, place in zip(new, places, strict=True) if each.data_ptr() != place])
 
 
 def _fits(first: Tensor, *others: Tensor) -> bool:

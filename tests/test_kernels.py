@@ -97,6 +97,21 @@ def lists_in_the_interpreter(texts: list[str]) -> None:
             assert all(map(is_same, *parts)), (text, dtype, counts, each.name)
 
 
+def keeping_in_the_interpreter() -> None:
+    """Compare the kernel that keeps memory, in new memory and over its arguments."""
+    from fnddp.kernels import copies, keep
+
+    for made, expected in keep.samples(torch.device("cpu")):
+        assert made is not None
+        assert all(map(torch.equal, made, expected))
+    for dtype in (torch.float64, torch.bfloat16, torch.int8, torch.complex64):
+        new, found = [torch.zeros(3, 4099, dtype=dtype)], torch.tensor(True)
+        old = [torch.ones(4099, 3, dtype=dtype).mT]
+        assert copies.run(old, new, found, new)
+        assert torch.equal(new[0], old[0])
+    assert not copies.run([torch.ones(2, 2, 2).mT], [torch.ones(2, 2, 2).transpose(0, 2)], found, [torch.ones(2, 2, 2)])
+
+
 def random_in_the_interpreter() -> None:
     """Pin each random number of a kernel to its last bit: numbers that it just lifts to zero, and just does not."""
     codec = known("quantize(two_shot, block=None, rounding='stochastic', seed=3)")
@@ -229,7 +244,7 @@ def test_error_feedback_around_two_shot_has_no_operations_of_its_own(decay: str)
         f"residual {codec} of 3 leaves -> state[0]",
         f"decode {codec} of 3 leaves from c1[0] -> grads[u]",
     ]
-    assert (plan.kept, plan.overwrites_state, plan.overwrites) == ({0, 1, 2}, (0, 1, 2), {"u", "v", "w"})
+    assert (plan.overwrites_state, plan.overwrites) == ((0, 1, 2), {"u", "v", "w"})
 
 
 def test_all_results_of_an_operator_are_made_where_it_runs():
@@ -248,10 +263,26 @@ def test_all_results_of_an_operator_are_made_where_it_runs():
         "error_feedback(quantize(two_shot(server_memory=True)))",
     ],
 )
-def test_other_memories_are_kept_by_the_step(text: str):
-    plan = planned(text)
-    assert not plan.kept
-    assert not any("residual quantize" in line or "encode_sum" in line for line in operations(plan))
+def test_other_memories_are_kept_by_an_operation_of_their_own(text: str):
+    plan = planned(text, Donation("yes", state=True))
+    lines = operations(plan)
+    assert any(line.startswith("keep of ") for line in lines)
+    assert not any("residual quantize" in line or "encode_sum" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "donation", "place"),
+    [
+        ("error_feedback(bf16(allreduce))", Donation("yes", state=True), "sub"),
+        ("error_feedback(bf16(allreduce))", KEEP, "sub"),
+        ("shared_momentum(allreduce)", Donation("yes", state=True), "state[0]"),  # else in the buffer of a message
+        ("shared_momentum(allreduce)", KEEP, "getitem"),
+    ],
+)
+def test_memory_is_kept_where_its_next_values_are_if_nothing_else_needs_them(text: str, donation: Any, place: str):
+    (kept,) = [line for line in operations(planned(text, donation)) if line.startswith("keep ")]
+    assert kept.startswith("keep of 3 parts")
+    assert kept.split(" -> ")[1].rstrip("_0123456789") == place
 
 
 def for_targets() -> None:
@@ -286,6 +317,7 @@ def in_few_passes() -> None:
             (f"lists_in_the_interpreter(test_kernels.{texts})", "1")
             for texts in ("QUANTIZE", "STOCHASTIC", "FP8", "MXFP", "SIGN")
         ),
+        ("keeping_in_the_interpreter()", "1"),
         ("random_in_the_interpreter()", "1"),
         ("divided_in_the_interpreter()", "1"),
         ("for_targets()", "0"),

@@ -19,6 +19,7 @@ from fnddp.core.random import key_of
 from fnddp.core.table import Batch, Cut, Table, added_up
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of
+from fnddp.kernels.keep import KEEP, KEEP_INTO
 from fnddp.kernels.operator import KEYS, sample, takes_operators, works
 from fnddp.torch_private import foreach_copy, without_modes
 from fnddp.wire.groups import current
@@ -283,7 +284,7 @@ DECODE = LeavesOperator("decode_leaves", ("payload",), "x", _decode_leaves)
 SENT = LeavesOperator("sent_leaves", ("payload", "moved", "again"), "x", _sent_leaves)
 ENCODE_SUM = LeavesOperator("encode_sum_leaves", ("x", "residual"), "payload", _encode_sum)
 RESIDUAL = LeavesOperator("residual_leaves", ("payload", "moved", "again", "x", "residual"), "following", _residuals)
-OUT = {each.default: each.out for each in (ENCODE, REDUCE, DECODE, SENT, ENCODE_SUM, RESIDUAL)}
+OUT = {each.default: each.out for each in (ENCODE, REDUCE, DECODE, SENT, ENCODE_SUM, RESIDUAL)} | {KEEP: KEEP_INTO}
 """Operators on lists, and their forms that write to existing tensors."""
 
 

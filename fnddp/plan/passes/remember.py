@@ -1,8 +1,8 @@
-"""Pass 4: let the operators of `two_shot` add and compute the residuals of `error_feedback`.
+"""Pass 4: let the operations that write memory on an accelerator read whether the step has found NaN or infinity.
 
-The first operator encodes gradients plus residuals, and another one writes the next residuals: neither the sums nor the
-values that were sent are stored. The latter also leaves residuals as they are in a step with NaN or infinity, where
-other memory has to be copied and selected.
+The host does not know it there. The last operation on memory writes the old values again if a flag on the device is
+set. For `error_feedback` around `two_shot` it does more: one operator of `two_shot` encodes gradients plus residuals,
+and another one writes the next residuals, so neither the sums nor the values that were sent are stored.
 """
 
 import operator
@@ -15,10 +15,13 @@ from torch import fx
 from fnddp.core import tree
 from fnddp.core.codec import wide
 from fnddp.core.sync import REMEMBERED
+from fnddp.device import device_of
 from fnddp.ir.program import FoundNonfinite, StatePart
+from fnddp.kernels.keep import KEEP
 from fnddp.kernels.leaves import ENCODE, ENCODE_SUM, RESIDUAL, SENT
 from fnddp.plan.draft import Draft
 from fnddp.plan.graph import call, is_tensor, is_view, output_nodes, placeholders, remove_dead, tensor_nodes, value
+from fnddp.plan.passes.combine import reaches
 from fnddp.plan.passes.simplify import reshaped
 from fnddp.torch_private import fake_like
 
@@ -35,9 +38,28 @@ class _Sum(NamedTuple):
 
 
 def remember(draft: Draft) -> Draft:
-    """Replace operators of `two_shot`, and sums and differences around them, if all their leaves have residuals."""
-    graph, places = draft.graph, dict[fx.Node, int]()
-    found: fx.Node | None = None
+    """Keep the memory of a plan for an accelerator in a step with NaN or infinity."""
+    places = _remembered(draft)
+    device = next((leaf.device for leaf in draft.request.leaves.values()), torch.device("cpu"))
+    if not places or not device_of(device).is_asynchronous:
+        return draft
+    first = placeholders(draft.graph)[-1]
+    with draft.graph.inserting_after(first):
+        found = draft.graph.placeholder("found_nonfinite")
+    found.meta["val"] = fake_like(value(next(iter(places))), ()).to(torch.bool)
+    draft.names[found] = FoundNonfinite()
+    kept = _with_operators(draft, places, found)
+    _keep(draft, {old: i for old, i in places.items() if i not in kept}, found)
+    remove_dead(draft.graph)
+    return draft
+
+
+def _with_operators(draft: Draft, places: dict[fx.Node, int], found: fx.Node) -> set[int]:
+    """Replace operators of `two_shot`, and sums and differences around them, if all their leaves have residuals.
+
+    Return the positions of these residuals.
+    """
+    graph, kept = draft.graph, set[int]()
     for sent in [node for node in tensor_nodes(graph) if node.target is SENT.default]:
         given: Any = sent.args
         codec, payload, moved, again, counts, n, dtype, *ranks = given
@@ -45,16 +67,10 @@ def remember(draft: Draft) -> Draft:
         if encoded.target is not ENCODE.default or len(sent.users) != len(counts):
             continue
         draws: Any = encoded.args[5:]
-        places = places or _remembered(draft)
         sums = list(_sums(encoded, sent, dtype, places, output_nodes(graph)[len(draft.paths) :]))
         if len(sums) != len(counts) or len({each.decay for each in sums}) > 1:
             continue
-        if found is None:
-            with graph.inserting_after(placeholders(graph)[-1]):
-                found = graph.placeholder("found_nonfinite")
-            found.meta["val"] = value(sent.all_input_nodes[0]).new_empty((), dtype=torch.bool)
-            draft.names[found] = FoundNonfinite()
-        draft.kept |= {places[each.residual] for each in sums}
+        kept |= {places[each.residual] for each in sums}
         decay = sums[0].decay
         with graph.inserting_before(encoded):
             x = [reshaped(graph, each.x, value(each.x).view(-1).shape) for each in sums]
@@ -68,8 +84,43 @@ def remember(draft: Draft) -> Draft:
             for i, each in enumerate(sums):
                 item = call(graph, operator.getitem, (following, i), {}, made[i], "getitem")
                 each.following.replace_all_uses_with(reshaped(graph, item, value(each.following).shape))
-    remove_dead(graph)
-    return draft
+    return kept
+
+
+def _keep(draft: Draft, places: dict[fx.Node, int], found: fx.Node) -> None:
+    """Let one operation for each bucket, or large tensor, return old values if `found` is true, and else the next."""
+    graph, outputs, n = draft.graph, output_nodes(draft.graph), len(draft.paths)
+    reach, bucket_of = reaches(graph, draft.weight), [draft.request.buckets[path] for path in draft.paths]
+    together: dict[Any, list[tuple[int, fx.Node, fx.Node]]] = {}
+    for old, i in places.items():
+        new = outputs[n + i]
+        if not is_tensor(new) or new is old or not value(new).numel():
+            continue
+        like: torch.Tensor = value(new)
+        bucket = max((bucket for at, bucket in enumerate(bucket_of) if reach[new].leaves >> at & 1), default=0)
+        is_small = like.nbytes <= device_of(like.device).light_bytes
+        together.setdefault((bucket, like.dtype, None if is_small else i), []).append((i, old, new))
+    with graph.inserting_before(graph.output_node()):
+        for parts in together.values():
+            following = [_apart_from(places, graph, new) for _, _, new in parts]
+            if draft.request.backend is not None:  # a compiler selects while it computes
+                made = [(found, old, new) for (_, old, _), new in zip(parts, following, strict=True)]
+                items = [call(graph, aten.where.self, each, {}, value(each[2]), "keep") for each in made]
+            else:
+                likes = [torch.empty_like(value(new)) for new in following]
+                whole = call(graph, KEEP, ([old for _, old, _ in parts], following, found), {}, likes, "keep")
+                items = [call(graph, operator.getitem, (whole, k), {}, like, "getitem") for k, like in enumerate(likes)]
+            for (i, _, _), item in zip(parts, items, strict=True):
+                outputs[n + i] = item
+    graph.output_node().args = (outputs,)
+
+
+def _apart_from(places: dict[fx.Node, int], graph: fx.Graph, new: fx.Node) -> fx.Node:
+    """Return `new`, or a copy if it is the old value of another part, which may be written over."""
+    source: Any = new
+    while is_view(source):
+        source = source.args[0]
+    return call(graph, aten.clone.default, (new,), {}, value(new), "clone") if source in places else new
 
 
 def _remembered(draft: Draft) -> dict[fx.Node, int]:
