@@ -318,8 +318,7 @@ class Step:
                 means |= {path: means[path].clone() for path in program.passed_on & means.keys()}
                 spoil(means.values(), self.found_nonfinite)
             if self._is_pinned:
-                self._write_state(parts)
-                parts = self.parts
+                means, parts = self._write_state(parts, means), self.parts
         if stream is not None:
             current = program.device.current()
             program.device.wait(current, stream)
@@ -366,9 +365,10 @@ class Step:
         if self.found_nonfinite is True and self._remembered:
             self._program.keep_parts(self._values, self.parts)
 
-    def _write_state(self, parts: Sequence[Any]) -> None:
-        """Write the next state into the memory of this one."""
+    def _write_state(self, parts: Sequence[Any], means: Leaves) -> Leaves:
+        """Write the next state into the memory of this one; return the means, copied if they are stored there."""
         memory = {part.data_ptr() for part in self.parts}
+        means = {path: mean.clone() if mean.data_ptr() in memory else mean for path, mean in means.items()}
         pairs = [
             (old, new.clone() if new.data_ptr() in memory else new)  # a part may take the memory of another
             for old, new in zip(self.parts, parts, strict=True)
@@ -379,6 +379,7 @@ class Step:
         for old, new in zip(self.parts, parts, strict=True):
             if not isinstance(new, Tensor):
                 old.fill_(new)
+        return means
 
     def _restore(self, parts: list[Any], means: Leaves) -> None:
         """Replace next parts by the old ones if NaN or infinity was found. A plan reads a flag on the device itself."""
