@@ -254,7 +254,7 @@ class _Emitter:
     def _record_list(self, node: fx.Node, first: fx.Node) -> None:
         arguments: Any = node.args
         codec = "" if node.target is KEEP else f" {arguments[0]}"
-        counts = next(each for each in arguments[1:] if isinstance(each[0], int)) if codec else arguments[0]
+        counts = next(each for each in arguments[1:] if each and isinstance(each[0], int)) if codec else arguments[0]
         source = name_of(arguments[1][0], self._names)
         target = self._placement.targets.get(first)
         self.operations.append(

@@ -299,8 +299,9 @@ def _residuals(leaves: dict[fx.Node, str], parts: Sequence[fx.Node]) -> dict[str
 def _before(node: fx.Node) -> Any:
     """Return the old value if `node` is the next one, of an operator that may write it there; otherwise None."""
     arguments: Any = node.all_input_nodes[0].args if is_made_in_list(node) else ()
-    olds = {RESIDUAL.default: 5, KEEP: 0}.get(node.all_input_nodes[0].target) if arguments else None
-    return None if olds is None else arguments[olds][node.args[1]]
+    target = node.all_input_nodes[0].target if arguments else None
+    olds = [*arguments[5], *arguments[6]] if target is RESIDUAL.default else arguments[0] if target is KEEP else []
+    return olds[node.args[1]] if olds else None
 
 
 def _are_apart(parts: Sequence[fx.Node]) -> bool:

@@ -7,6 +7,7 @@ and another one writes the next residuals, so neither the sums nor the values th
 
 import operator
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from fnddp.core.codec import wide
 from fnddp.core.sync import REMEMBERED
 from fnddp.device import device_of
 from fnddp.ir.program import FoundNonfinite, StatePart
+from fnddp.kernels.int8 import FROM_INT8, TO_INT8
 from fnddp.kernels.keep import KEEP
 from fnddp.kernels.leaves import ENCODE, ENCODE_SUM, RESIDUAL, SENT
 from fnddp.plan.draft import Draft
@@ -29,12 +31,15 @@ aten: Any = torch.ops.aten
 
 
 class _Sum(NamedTuple):
-    """A leaf `x`, to which an exchange adds `decay` times a residual, and the node of the next residual."""
+    """A leaf `x`, to which an exchange adds `decay` times a residual, and the nodes of the next residual.
+
+    `residual` and `following` have one node, or two in int8: numbers and scales.
+    """
 
     x: fx.Node
-    residual: fx.Node
+    residual: tuple[fx.Node, ...]
     decay: float
-    following: fx.Node
+    following: tuple[fx.Node, ...]
 
 
 def remember(draft: Draft) -> Draft:
@@ -68,22 +73,27 @@ def _with_operators(draft: Draft, places: dict[fx.Node, int], found: fx.Node) ->
             continue
         draws: Any = encoded.args[5:]
         sums = list(_sums(encoded, sent, dtype, places, output_nodes(graph)[len(draft.paths) :]))
-        if len(sums) != len(counts) or len({each.decay for each in sums}) > 1:
+        if len(sums) != len(counts) or len({(each.decay, len(each.residual)) for each in sums}) > 1:
             continue
-        kept |= {places[each.residual] for each in sums}
+        kept |= {places[part] for each in sums for part in each.residual}
         decay = sums[0].decay
         with graph.inserting_before(encoded):
             x = [reshaped(graph, each.x, value(each.x).view(-1).shape) for each in sums]
-            residual = [reshaped(graph, each.residual, value(each.residual).view(-1).shape) for each in sums]
-            arguments: Any = codec, x, residual, counts, n, dtype, decay, *draws
+            residuals = [
+                [reshaped(graph, part, value(part).view(-1).shape) for part in parts]
+                for parts in zip(*(each.residual for each in sums), strict=True)
+            ]
+            residual, factor = (*residuals, [])[:2]
+            arguments: Any = codec, x, residual, factor, counts, n, dtype, decay, *draws
             encoded.replace_all_uses_with(call(graph, ENCODE_SUM.default, arguments, {}, value(encoded), "encode_sum"))
         with graph.inserting_before(sent):
-            made = [fake_like(value(each), value(each).shape) for each in residual]
-            arguments = codec, payload, moved, again, x, residual, counts, n, dtype, *ranks, decay, found
+            made = [fake_like(value(each), value(each).shape) for each in (*residual, *factor)]
+            arguments = codec, payload, moved, again, x, residual, factor, counts, n, dtype, *ranks, decay, found
             following = call(graph, RESIDUAL.default, arguments, {}, made, "residual")
-            for i, each in enumerate(sums):
+            next_parts = chain.from_iterable(zip(*(each.following for each in sums), strict=True))
+            for i, part in enumerate(next_parts):
                 item = call(graph, operator.getitem, (following, i), {}, made[i], "getitem")
-                each.following.replace_all_uses_with(reshaped(graph, item, value(each.following).shape))
+                part.replace_all_uses_with(reshaped(graph, item, value(part).shape))
     return kept
 
 
@@ -147,18 +157,29 @@ def _sums(
         decay = 1.0
         if residual.target is aten.mul.Tensor and isinstance(residual.args[1], float):
             residual, decay = residual.args
+        if getattr(following, "target", None) is not aten.sub.Tensor or following.kwargs or len(following.users) > 1:
+            continue
+        old, new = (residual,), (following,)
+        if _source(residual).target is FROM_INT8:
+            old, new = tuple(map(_source, _source(residual).args)), _stored(following)
         likes = [(value(each).shape, value(each).dtype, value(each).is_contiguous()) for each in (residual, total)]
         if (
-            residual in places
-            and state[places[residual]] is following
-            and len(following.users) == 1
-            and following.target is aten.sub.Tensor
-            and not following.kwargs
+            all(part in places for part in old)
+            and [state[places[part]] for part in old] == list(new)
+            and all(len(part.users) == 1 for part in new)
             and following.args[0] is total
             and likes == [(value(x).shape, wide(dtype), True)] * 2
             and (value(x).dtype, value(x).is_contiguous()) == (dtype, True)
         ):
-            yield _Sum(x, residual, decay, following)
+            yield _Sum(x, old, decay, new)
+
+
+def _stored(following: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the numbers and scales in int8 of a residual, through views; nothing if it is stored in another way."""
+    stored: Any = _reader(following)
+    if getattr(stored, "target", None) is not TO_INT8 or len(stored.users) != 2:
+        return ()
+    return tuple(sorted(stored.users, key=lambda item: item.args[1]))
 
 
 def _source(node: Any) -> fx.Node:
