@@ -70,7 +70,7 @@ def with_collectives_in_a_row(rank: int, device: str) -> Any:
 
 def with_gradients_of_several_streams(rank: int, device: str) -> Any:
     """Made of leaves alone, while the main stream still reads the means of the step before."""
-    engine, leaves = engine_of(device, FEEDBACK)
+    engine, leaves = engine_of(device, "powersgd(allreduce, rank=2)")
     streams = [stream_of(device) for _ in range(2)]
     if device != "cpu":
         torch.accelerator.synchronize()  # the leaves are there
