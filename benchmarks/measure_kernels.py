@@ -35,6 +35,9 @@ PIPELINES = [
     "sign(two_shot)",
     "sign(two_shot, scale='max', chunk=128)",
     "error_feedback(quantize(two_shot, bits=4))",
+    "error_feedback(quantize(two_shot, bits=4), residual='int8')",
+    "error_feedback(bf16(allreduce))",
+    "momentum_correction(quantize(two_shot, bits=4), masking=False)",
 ]
 NOTHING = ("aten.empty", "aten.new_empty", "aten.detach", "aten.alias", "aten.lift_fresh", "aten._unsafe_view")
 

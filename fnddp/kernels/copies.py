@@ -3,7 +3,7 @@
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -57,10 +57,9 @@ def run(old: Sequence[Tensor], new: Sequence[Tensor], found: Tensor, out: Sequen
     table = tuple(number for entry in entries for number in entry)
     entries_on_device = on_device(table, lambda: table, torch.int64, device)
     tiles = on_device(("keep", counts), places, torch.int32, device)
-    launched: Any = kernel
-    flag = found.view(torch.uint8)
-    if tiles.numel():
-        launched[(tiles.numel() // 2,)](entries_on_device, tiles, flag, WORDS[out[0].itemsize], ELEMENTS)
+    launched, grid = cast(Any, kernel), (tiles.numel() // 2,)
+    if grid[0]:
+        launched[grid](entries_on_device, tiles, found.view(torch.uint8), WORDS[out[0].itemsize], ELEMENTS)
     return True
 
 

@@ -26,16 +26,15 @@ def _select(old: Sequence[Tensor], new: Sequence[Tensor], found: Tensor, *, out:
 
 
 def _select_by_kernel(old: Sequence[Tensor], new: Sequence[Tensor], found: Tensor, *, out: Sequence[Tensor]) -> None:
-    device = out[0].device
-    with device_of(device).selected():
-        if not (_works(device) and _run(old, new, found, out)):
+    with device_of(found.device).selected():
+        if not (_works(found.device) and _run(old, new, found, out)):
             _select(old, new, found, out=out)
 
 
 def _run(old: Sequence[Tensor], new: Sequence[Tensor], found: Tensor, out: Sequence[Tensor]) -> bool:
     from fnddp.kernels import copies  # needs Triton
 
-    return copies.run(old, new, found, out)
+    return not out or copies.run(old, new, found, out)
 
 
 @cache

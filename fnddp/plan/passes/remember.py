@@ -44,14 +44,12 @@ class _Sum(NamedTuple):
 
 def remember(draft: Draft) -> Draft:
     """Keep the memory of a plan for an accelerator in a step with NaN or infinity."""
-    places = _remembered(draft)
-    device = next((leaf.device for leaf in draft.request.leaves.values()), torch.device("cpu"))
-    if not places or not device_of(device).is_asynchronous:
+    places, inputs = _remembered(draft), placeholders(draft.graph)
+    if not places or not device_of(value(inputs[0]).device).is_asynchronous:
         return draft
-    first = placeholders(draft.graph)[-1]
-    with draft.graph.inserting_after(first):
+    with draft.graph.inserting_after(inputs[-1]):
         found = draft.graph.placeholder("found_nonfinite")
-    found.meta["val"] = fake_like(value(next(iter(places))), ()).to(torch.bool)
+    found.meta["val"] = value(inputs[0]).new_empty((), dtype=torch.bool)
     draft.names[found] = FoundNonfinite()
     kept = _with_operators(draft, places, found)
     _keep(draft, {old: i for old, i in places.items() if i not in kept}, found)
