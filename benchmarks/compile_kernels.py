@@ -22,7 +22,8 @@ from triton.compiler import ASTSource
 
 import fnddp
 from fnddp.core.codec import Form
-from fnddp.kernels import blocks, int8
+from fnddp.kernels import blocks
+from fnddp.kernels.constants import INT8_BLOCK
 
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 WHAT = ("encode_leaves", "reduce_leaves", "decode_leaves", "sent_leaves", "encode_sum_leaves", "residual_leaves")
@@ -95,7 +96,7 @@ def compiled(gpu: str, what: str, text: str, dtype: Any) -> Row:
     registers, spilled = of_rocm(made.asm["amdgcn"]) if "amdgcn" in made.asm else of_cuda(made.asm["cubin"])
     scale = 0 if form.scale == "none" else 4 if form.scale in ("float32", "max") else 1
     code, leaf = form.bits / 8 + scale / block, dtype.primitive_bitwidth / 8
-    residual = 1 + 4 / int8.BLOCK if in_int8 else 4
+    residual = 1 + 4 / INT8_BLOCK if in_int8 else 4
     nbytes = {
         "encode_leaves": leaf + code,
         "reduce_leaves": code + code / RANKS,

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from fnddp.core.codec import Form
 from fnddp.device import device_of
-from fnddp.kernels import int8
-from fnddp.kernels.constants import on_device
+from fnddp.kernels.constants import INT8_BLOCK, on_device
 from fnddp.kernels.formats import FORMATS, divided, encoded_in_int8
 
 ELEMENTS = 1024  # of a program
 LARGEST = 4096  # elements of a block
 ROWS_IN_INT8 = 4  # blocks of residuals in int8 of a program
-INT8 = tl.constexpr(int8.BLOCK)
+INT8 = tl.constexpr(INT8_BLOCK)
 MOST_ROWS = 65535  # of a launch: its second dimension
 FIELDS = tl.constexpr(11)  # of a leaf in a table: its address, those of `Place`, those of residuals and their scales
 UNFUSED: Any = {"enable_fp_fusion": False}
@@ -334,7 +333,7 @@ def run(
     any_kernel: Any = kernel
     if in_int8 and what == "residual_leaves":
         any_kernel = residual_in_int8
-        sizes = tuple(int8.blocks_of(place.count) for place in places)
+        sizes = tuple(factor.numel() for factor in given["factor"])
         tiles = on_device((sizes, "int8"), lambda: _first_blocks(sizes, ROWS_IN_INT8), torch.int32, device)
         any_kernel[(tiles.numel() // 2,)](
             leaves_on_device, tiles, *scale, *strides[0], *moved, *strides[1], *again, rank, ranks, decay, is_kept, n,

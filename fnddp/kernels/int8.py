@@ -7,10 +7,10 @@ from torch import Tensor
 
 from fnddp.core import layout
 from fnddp.core.opaque import shortened
+from fnddp.kernels.constants import INT8_BLOCK
 from fnddp.kernels.operator import takes_operators
 from fnddp.torch_private import is_batching
 
-BLOCK = 128  # the most elements of an int8 residual that share a scale
 LEVELS = 127  # of each sign
 
 
@@ -30,7 +30,7 @@ def from_int8(q: Tensor, scale: Tensor) -> Tensor:
 
 def blocks_of(numel: int) -> int:
     """Return the number of scales of a residual."""
-    return max(1, -(-numel // BLOCK))
+    return max(1, -(-numel // INT8_BLOCK))
 
 
 def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
