@@ -48,12 +48,20 @@ def decoded(q: Tensor, scale: Tensor) -> Tensor:
     return shortened(blocks.reshape(-1), q.numel()).reshape(q.shape)
 
 
-for _name, _schema, _fn in (
-    ("to_int8", "(Tensor x) -> (Tensor, Tensor)", encoded),
-    ("from_int8", "(Tensor q, Tensor scale) -> Tensor", decoded),
+def _like_encoded(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(blocks_of(x.numel()))
+
+
+def _like_decoded(q: Tensor, scale: Tensor) -> Tensor:
+    return scale.new_empty(q.shape)
+
+
+for _name, _schema, _fn, _like in (
+    ("to_int8", "(Tensor x) -> (Tensor, Tensor)", encoded, _like_encoded),
+    ("from_int8", "(Tensor q, Tensor scale) -> Tensor", decoded, _like_decoded),
 ):
     torch.library.define(f"fnddp::{_name}", _schema, tags=())
     torch.library.impl(f"fnddp::{_name}", "CompositeExplicitAutograd", _fn)
-    torch.library.register_fake(f"fnddp::{_name}", _fn)
+    torch.library.register_fake(f"fnddp::{_name}", _like)
 TO_INT8: Any = torch.ops.fnddp.to_int8.default
 FROM_INT8: Any = torch.ops.fnddp.from_int8.default

@@ -301,7 +301,7 @@ def _before(node: fx.Node) -> Any:
     arguments: Any = node.all_input_nodes[0].args if is_made_in_list(node) else ()
     target = node.all_input_nodes[0].target if arguments else None
     olds = [*arguments[5], *arguments[6]] if target is RESIDUAL.default else arguments[0] if target is KEEP else []
-    return olds[node.args[1]] if olds else None
+    return olds[cast(int, node.args[1])] if olds else None
 
 
 def _are_apart(parts: Sequence[fx.Node]) -> bool:
