@@ -23,9 +23,11 @@ from triton.compiler import ASTSource
 import fnddp
 from fnddp.core.codec import Form
 from fnddp.kernels import blocks
+from fnddp.kernels.constants import INT8_BLOCK
 
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 WHAT = ("encode_leaves", "reduce_leaves", "decode_leaves", "sent_leaves", "encode_sum_leaves", "residual_leaves")
+WHAT += ("encode_sum_leaves in int8", "residual_leaves in int8")
 RANKS, BLOCK = 4, 128
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
@@ -78,27 +80,32 @@ def compiled(gpu: str, what: str, text: str, dtype: Any) -> Row:
     given |= dict.fromkeys(("scale", "moved", "again"), "*fp32" if form.scale in ("float32", "max") else "*u8")
     given |= dict.fromkeys(("scales", "bytes", "moves", "bytes_moved", "rank", "ranks"), "i32")
     given |= {"decay": "fp32", "nonfinite": "*u8"}
-    options = {"N": RANKS, "WHAT": what, "BY_INVERSE": True, "DTYPE": dtype, "BLOCK": block}
+    operation, _, in_int8 = what.partition(" in ")
+    kernel = blocks.residual_in_int8 if what == "residual_leaves in int8" else blocks.kernel
+    options = {"N": RANKS, "WHAT": operation, "BY_INVERSE": True, "DTYPE": dtype, "BLOCK": block}
     options |= {"MANY": blocks.blocks_of(block), "BITS": form.bits, "SCALE": form.scale, "OPTION": form.option}
-    options |= {"DRAWS": sync.draws and what in ("encode_leaves", "encode_sum_leaves", "reduce_leaves")}
+    options |= {"DRAWS": sync.draws and operation in ("encode_leaves", "encode_sum_leaves", "reduce_leaves")}
+    options |= {"IN_INT8": bool(in_int8), "ROWS": blocks.ROWS_IN_INT8}
     options |= dict(zip(("ENCODE", "DECODE"), blocks.FORMATS[form.codec], strict=True))
-    types = {name: given.get(name, "constexpr") for name in blocks.kernel.arg_names}
+    types = {name: given.get(name, "constexpr") for name in kernel.arg_names}
+    options = {name: option for name, option in options.items() if name in types}
     # As at run time: pointers are aligned to 16 bytes.
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if types[name].startswith("*")}
-    source = ASTSource(blocks.kernel, types, options, attributes)
+    source = ASTSource(kernel, types, options, attributes)
     made = triton.compile(source, target=TARGETS[gpu], options=dict(blocks.UNFUSED))
     registers, spilled = of_rocm(made.asm["amdgcn"]) if "amdgcn" in made.asm else of_cuda(made.asm["cubin"])
     scale = 0 if form.scale == "none" else 4 if form.scale in ("float32", "max") else 1
     code, leaf = form.bits / 8 + scale / block, dtype.primitive_bitwidth / 8
+    residual = 1 + 4 / INT8_BLOCK if in_int8 else 4
     nbytes = {
         "encode_leaves": leaf + code,
         "reduce_leaves": code + code / RANKS,
         "decode_leaves": code + leaf,
         "sent_leaves": 2 * code + code / RANKS + leaf,
-        "encode_sum_leaves": leaf + 4 + code,
-        "residual_leaves": leaf + 8 + 2 * code + code / RANKS,
-    }[what]
-    about = gpu, text.replace("two_shot, ", "").replace("(two_shot)", ""), what.removesuffix("_leaves")
+        "encode_sum_leaves": leaf + residual + code,
+        "residual_leaves": leaf + 2 * residual + 2 * code + code / RANKS,
+    }[operation]
+    about = gpu, text.replace("two_shot, ", "").replace("(two_shot)", ""), what.replace("_leaves", "")
     return Row(about, registers, spilled, made.metadata.shared, nbytes, made.asm.get("ptx", ""))
 
 
@@ -120,7 +127,7 @@ def of_rocm(amdgcn: str) -> tuple[int, int]:
 
 def main() -> None:
     """Print the table."""
-    print("The numbers of a cell are for", ", ".join(what.removesuffix("_leaves") for what in WHAT), end=".\n\n")
+    print("The numbers of a cell are for", ", ".join(what.replace("_leaves", "") for what in WHAT), end=".\n\n")
     print("| GPU | codec | registers | spilled bytes | shared bytes | bytes an element |")
     print("|---|---|---|---|---|---|")
     made = rows()

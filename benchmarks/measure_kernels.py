@@ -35,6 +35,9 @@ PIPELINES = [
     "sign(two_shot)",
     "sign(two_shot, scale='max', chunk=128)",
     "error_feedback(quantize(two_shot, bits=4))",
+    "error_feedback(quantize(two_shot, bits=4), residual='int8')",
+    "error_feedback(bf16(allreduce))",
+    "momentum_correction(quantize(two_shot, bits=4), masking=False)",
 ]
 NOTHING = ("aten.empty", "aten.new_empty", "aten.detach", "aten.alias", "aten.lift_fresh", "aten._unsafe_view")
 
@@ -85,7 +88,7 @@ class Launches(TorchDispatchMode):
         if written and func._overloadname != "out" and "copy_" not in str(func):  # in place
             read += written
         self.number += _kernels(str(func), [value for _, value in given])
-        self.nbytes += _nbytes(read) + _nbytes(written or made)
+        self.nbytes += _kept(*args, **kwargs) if "fnddp.keep" in str(func) else _nbytes(read) + _nbytes(written or made)
         return made
 
 
@@ -97,6 +100,12 @@ def _kernels(name: str, values: list[Any]) -> int:
     if "_foreach" in name and not all(map(_fits, *lists)):  # CUDA then takes one after the other
         return len(lists[0])
     return 1
+
+
+def _kept(old: list[Tensor], new: list[Tensor], found: Tensor, out: list[Tensor] | None = None) -> int:
+    """Return the bytes that it moves in a step without NaN: it copies next values that are not in their place yet."""
+    places = [None] * len(new) if out is None else [each.data_ptr() for each in out]
+    return 2 * _nbytes([each for each, place in zip(new, places, strict=True) if each.data_ptr() != place])
 
 
 def _fits(first: Tensor, *others: Tensor) -> bool:

@@ -12,8 +12,8 @@ import fnddp
 from fnddp import allgather, allreduce, ef21, error_feedback, momentum_correction, shared_momentum, sign, topk, two_shot
 from fnddp.adapters.handle import warn_without_memory
 from fnddp.core.sync import Sync
+from fnddp.kernels.int8 import from_int8, to_int8
 from fnddp.laws import gather
-from fnddp.transforms.memory import from_int8, to_int8
 from tests.ranks import on_ranks
 from tests.rings import one_of
 

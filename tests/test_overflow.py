@@ -14,9 +14,8 @@ import fnddp
 from fnddp import error_feedback, every, from_hook
 from fnddp.core import tree
 from fnddp.core.sync import REMEMBERED, State
+from fnddp.kernels.keep import KEEP, KEEP_INTO
 from fnddp.laws import bits, weight_of
-from fnddp.run.nonfinite import unless
-from fnddp.torch_private import storage_use_count
 from tests.pipelines import EXAMPLES
 from tests.ranks import on_ranks
 from tests.rings import one_of
@@ -128,39 +127,20 @@ def test_several_optimizers_skip_one_step_together(rank: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_small_parts_are_chosen_to_the_bit(found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an accelerator does, for which a list of tensors is one operation."""
-    where, called = torch.where, list[int]()
-    monkeypatch.setattr(torch, "where", lambda *given: called.append(1) or where(*given))
+@pytest.mark.parametrize("over", [None, "old", "new"])
+def test_memory_is_kept_to_the_bit(found: bool, over: str | None) -> None:
+    """Of each dtype, with strides of its own, and next values that are parts of one tensor."""
     odd = [math.nan, math.inf, -math.inf, -0.0, 0.0, 1.5, -3e38, 1e-45]
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2)
-    before = [torch.tensor(odd, dtype=torch.float64).to(dtype) for dtype in dtypes]
-    before += [torch.zeros(2, 3), torch.tensor([1, 2]), torch.ones(2, dtype=torch.complex64), torch.zeros(0), 7]
-    after = [part.roll(1, 0) if isinstance(part, Tensor) else part + 1 for part in before]
-    before[5], after[5] = torch.ones(3, 2).t(), torch.zeros(2, 6)[:, ::2]  # each with its own strides
-    same = [each for part in (after, before)[found][:-1] for each in (part.shape, part.dtype, bits(part))]
-    chosen = unless(torch.tensor(found), before, after)
-    assert [each for part in chosen[:-1] for each in (part.shape, part.dtype, bits(part))] == same
-    assert chosen[-1] == 8
-    assert len(called) == 3  # integers, complex numbers, and what has other strides than before
-    assert all(storage_use_count(part) == 1 for part in chosen[:-1])
-
-
-@pytest.mark.parametrize("found", [True, False])
-@pytest.mark.parametrize("apart", [True, False])
-def test_parts_of_one_storage_are_chosen_as_one_tensor(
-    found: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    where, called = torch.where, list[int]()
-    monkeypatch.setattr(torch, "where", lambda *given: called.append(1) or where(*given))
-    after = [*torch.full((3, 4, 2), math.nan).unbind(), *torch.full((2, 6), math.inf).mT.split([2, 4])]
-    before = [*torch.rand(3, 4, 2).unbind(), *torch.rand(2, 6).mT.split([2, 4])]
-    before = [part.clone() for part in before] if apart else before
-    unfilled = torch.rand(2, 5)[:, :4].unbind()  # what lies beside them is not theirs
-    wanted = bits((before if found else after) + list(unfilled))
-    chosen = unless(torch.tensor(found), [*before, *unfilled], [*after, *unfilled])
-    assert bits(chosen) == wanted
-    assert [part.stride() for part in chosen[:5]] == [part.stride() for part in after]
-    assert len(called) == 2
-    storages = [part.untyped_storage().data_ptr() for part in chosen]
-    assert len(set(storages[:3])) == len(set(storages[3:5])) == 1
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.complex64)
+    for dtype in dtypes:
+        old = [torch.tensor(odd, dtype=torch.float64).nan_to_num_(7, 8, 9).to(dtype), *torch.ones(3, 2, dtype=dtype)]
+        if dtype.is_floating_point:
+            old[0] = torch.tensor(odd, dtype=torch.float64).to(dtype)
+        new = [part.roll(1, 0) for part in old[:1]] + list(torch.zeros(2, 3, dtype=dtype).mT)
+        wanted = bits([part.clone() for part in (old if found else new)])
+        out = {"old": old, "new": new}.get(over or "")
+        if out is None:
+            out = KEEP(old, new, torch.tensor(found))
+        else:
+            KEEP_INTO(old, new, torch.tensor(found), out=out)
+        assert bits(out) == wanted

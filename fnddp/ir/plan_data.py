@@ -53,7 +53,6 @@ class PlanData:
         numbers: The arguments of `phase.holds` for which the plan was made.
         overwrites: Leaves whose gradients a step overwrites.
         overwrites_state: Positions of the parts of the state that it overwrites.
-        kept: Positions of the parts that it leaves unchanged by itself if NaN or infinity was received.
         results: Leaves whose means have separate, persistent memory.
         memories: By leaf, the name of memory that may hold the next step's mean.
         constants: Tensors that belong to the pipeline itself.
@@ -72,7 +71,6 @@ class PlanData:
     numbers: tuple[int, ...] = ()
     overwrites: frozenset[str] = frozenset()
     overwrites_state: tuple[int, ...] = ()
-    kept: frozenset[int] = frozenset()
     results: frozenset[str] = frozenset()
     memories: dict[str, Name] = field(default_factory=dict[str, Name])
     constants: dict[Held, torch.Tensor] = field(default_factory=dict[Held, torch.Tensor])

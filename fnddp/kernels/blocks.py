@@ -16,13 +16,15 @@ from torch import Tensor
 
 from fnddp.core.codec import Form
 from fnddp.device import device_of
-from fnddp.kernels.constants import on_device
-from fnddp.kernels.formats import FORMATS, divided
+from fnddp.kernels.constants import INT8_BLOCK, on_device
+from fnddp.kernels.formats import FORMATS, divided, encoded_in_int8
 
 ELEMENTS = 1024  # of a program
 LARGEST = 4096  # elements of a block
+ROWS_IN_INT8 = 4  # blocks of residuals in int8 of a program
+INT8 = tl.constexpr(INT8_BLOCK)
 MOST_ROWS = 65535  # of a launch: its second dimension
-FIELDS = tl.constexpr(9)  # of a leaf in a table: its address, those of `Place`, and the addresses of two residuals
+FIELDS = tl.constexpr(11)  # of a leaf in a table: its address, those of `Place`, those of residuals and their scales
 UNFUSED: Any = {"enable_fp_fusion": False}
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -141,12 +143,86 @@ def _store(entry, first, element, value, is_element, DTYPE: tl.constexpr):
         tl.store(leaf.to(tl.pointer_type(DTYPE)) + first + element, value.to(DTYPE), is_element)
 
 
+@triton.jit
+def _load_int8(entry, first, element, is_element):
+    """Return the elements of a residual in int8, which has a scale for each block: see `fnddp.kernels.int8`."""
+    size = _size_of_int8(tl.load(entry + 1))
+    q = tl.load(tl.load(entry + 7).to(tl.pointer_type(tl.int8)) + first + element, is_element, 0).to(tl.float32)
+    block = (((first % size).to(tl.int32) + element) // size.to(tl.int32)).to(tl.int64)
+    scale = tl.load(entry + 9).to(tl.pointer_type(tl.float32)) + first // size
+    return q * tl.load(scale + block, is_element, 0.0)
+
+
+@triton.jit
+def _size_of_int8(count):
+    blocks = (count + INT8 - 1) // INT8
+    return (count + blocks - 1) // blocks
+
+
+@triton.jit(do_not_specialize=["rank", "ranks", "decay"])
+def residual_in_int8(
+    table, tiles, scale, q, scales, bytes, moved, q_moved, moves, bytes_moved, again, q_again, rank, ranks, decay,
+    nonfinite, N: tl.constexpr, BY_INVERSE: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
+    SCALE: tl.constexpr, OPTION: tl.constexpr, DECODE: tl.constexpr,
+):  # fmt: skip
+    """Do `residual_leaves` for blocks of residuals in int8, of which elements may be in any blocks of the codec."""
+    tile = tiles + 2 * tl.program_id(0)
+    entry, block = table + tl.load(tile).to(tl.int64) * FIELDS, tl.load(tile + 1).to(tl.int64)
+    count, width, unit = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    size = _size_of_int8(count)
+    at, inside = tl.arange(0, ROWS), tl.arange(0, INT8)
+    first, size = block * size, size.to(tl.int32)
+    element = at[:, None] * size + inside[None, :]
+    left = tl.minimum(count - first, 1 << 30).to(tl.int32)
+    is_element, is_at = (inside[None, :] < size) & (element < left), at * size < left
+    # The place of each element in the payload, with offsets of 32 bits from the first one.
+    begin = first % width
+    ahead, turn = tl.minimum(width - begin, 1 << 30).to(tl.int32), tl.minimum(width, 1 << 30).to(tl.int32)
+    unit = unit.to(tl.int32)
+    is_first, later = element < ahead, element - ahead
+    column = tl.where(is_first, (begin % unit).to(tl.int32) + element, later % turn)
+    row = first // width + tl.where(is_first, 0, 1 + later // turn)
+    number = tl.where(is_first, begin // unit, 0) + column // unit
+    bit = column % unit * BITS
+    of_scale = tl.load(entry + 4) + number
+    byte, shift = tl.load(entry + 5) + number * ((unit * BITS + 7) // 8) + bit // 8, bit % 8
+    scale, q, is_own = scale + row * scales, q + row * bytes, is_element & (row == rank)
+    value = _decoded(scale + of_scale, q + byte, shift, is_element, DECODE, BITS, SCALE, OPTION)
+    total = _decoded(moved + of_scale, q_moved + byte, shift, is_own, DECODE, BITS, SCALE, OPTION)
+    for _ in range(1, N):
+        moved += moves
+        q_moved += bytes_moved
+        total += _decoded(moved + of_scale, q_moved + byte, shift, is_own, DECODE, BITS, SCALE, OPTION)
+    lost = _decoded(again + of_scale, q_again + byte, shift, is_own, DECODE, BITS, SCALE, OPTION)
+    value += tl.where(is_own, (lost - divided(total, ranks, BY_INVERSE)) * ranks, 0.0)
+    x = _load(entry, first, element, is_element, DTYPE)
+    value = x + decay * _load_int8(entry, first, element, is_element) - _rounded(value, DTYPE)
+    made, code = encoded_in_int8(tl.where(is_element, value, 0.0), BY_INVERSE)
+    if tl.load(nonfinite) != 0:
+        code = tl.load(tl.load(entry + 7).to(tl.pointer_type(tl.int8)) + first + element, is_element, 0)
+        made = tl.load(tl.load(entry + 9).to(tl.pointer_type(tl.float32)) + block + at, is_at, 0.0)
+    tl.store(tl.load(entry + 8).to(tl.pointer_type(tl.int8)) + first + element, code, is_element)
+    tl.store(tl.load(entry + 10).to(tl.pointer_type(tl.float32)) + block + at, made, is_at)
+
+
+@triton.jit
+def _decoded(
+    scale, q, shift, is_element, DECODE: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, OPTION: tl.constexpr
+):
+    """Return elements of a payload, each with its own addresses."""
+    size: tl.constexpr = shift.shape[0] * shift.shape[1]
+    code = (tl.load(q, is_element, 0).to(tl.int32) >> shift) << (32 - BITS) >> (32 - BITS)
+    scales = tl.reshape(tl.load(scale, is_element, 0), (size,))
+    value = DECODE(scales, tl.reshape(code, (size, 1)), BITS, SCALE, OPTION)
+    return tl.reshape(value, shift.shape)
+
+
 @triton.jit(do_not_specialize=["rank", "ranks", "decay"])
 def kernel(
     table, tiles, scale, q, scales, bytes, moved, q_moved, moves, bytes_moved, again, q_again, step, rank, ranks,
     decay, nonfinite, N: tl.constexpr, WHAT: tl.constexpr, BY_INVERSE: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK: tl.constexpr, MANY: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, OPTION: tl.constexpr,
-    DRAWS: tl.constexpr, ENCODE: tl.constexpr, DECODE: tl.constexpr,
+    DRAWS: tl.constexpr, IN_INT8: tl.constexpr, ENCODE: tl.constexpr, DECODE: tl.constexpr,
 ):  # fmt: skip
     """Do one of the operations of `fnddp.kernels.leaves`; rows of payloads are `scales` and `bytes` elements apart.
 
@@ -169,7 +245,10 @@ def kernel(
             to, q_to = scale, q
             value = _load(entry, begin[0], element, is_element, DTYPE)
             if WHAT == "encode_sum_leaves":
-                value += decay * _load(entry + 7, begin[0], element, is_element, tl.float32)
+                if IN_INT8:
+                    value += decay * _load_int8(entry, begin[0], element, is_element)
+                else:
+                    value += decay * _load(entry + 7, begin[0], element, is_element, tl.float32)
                 value = _rounded(value, DTYPE)
         else:
             to, q_to = again, q_again
@@ -209,7 +288,10 @@ def kernel(
 
 def _tiles(places: tuple[Place, ...], many: int) -> list[int]:
     """Return for each program its leaf, and its first block of that leaf."""
-    blocks = [-(-place.width // place.unit) for place in places]
+    return _first_blocks([-(-place.width // place.unit) for place in places], many)
+
+
+def _first_blocks(blocks: Sequence[int], many: int) -> list[int]:
     return [at for leaf, n in enumerate(blocks) for first in range(0, n, many) for at in (leaf, first)]
 
 
@@ -236,8 +318,11 @@ def run(
     scale, moved, again = ((part[0], part[-1]) for part in (any_parts if part is None else part for part in parts))
     block = max(16, triton.next_power_of_2(largest))
     many = blocks_of(block)
-    lists = [[each.contiguous() for each in given.get(name, ())] for name in ("x", "residual", "following")]
-    addresses = [[each.data_ptr() for each in leaves] or [0] * len(places) for leaves in lists]
+    in_int8, m = bool(given.get("factor")), len(places)
+    following = given.get("following", ())
+    leaves = given.get("x", ()), given.get("residual", ()), following[:m], given.get("factor", ()), following[m:]
+    lists = [[each.contiguous() for each in of] for of in leaves]
+    addresses = [[each.data_ptr() for each in of] or [0] * m for of in lists]
     entries = zip(addresses[0], places, *addresses[1:], strict=True)
     table = tuple(number for leaf, place, *residuals in entries for number in (leaf, *place, *residuals))
     leaves_on_device = on_device(table, lambda: table, torch.int64, device)
@@ -245,11 +330,20 @@ def run(
     strides = [[part.stride(0) for part in each] for each in (scale, moved)]
     by_inverse = not device_of(device).divides_lists_alike
     is_kept = tiles if nonfinite is None else nonfinite.to(device).view(torch.uint8)
-    launched: Any = kernel
-    launched[tiles.numel() // 2, 1 if what == "reduce_leaves" else n](
+    any_kernel: Any = kernel
+    if in_int8 and what == "residual_leaves":
+        any_kernel = residual_in_int8
+        sizes = tuple(factor.numel() for factor in given["factor"])
+        tiles = on_device((sizes, "int8"), lambda: _first_blocks(sizes, ROWS_IN_INT8), torch.int32, device)
+        any_kernel[(tiles.numel() // 2,)](
+            leaves_on_device, tiles, *scale, *strides[0], *moved, *strides[1], *again, rank, ranks, decay, is_kept, n,
+            by_inverse, DTYPES[dtype], ROWS_IN_INT8, *form[1:], FORMATS[form.codec][1], **UNFUSED,
+        )  # fmt: skip
+        return True
+    any_kernel[tiles.numel() // 2, 1 if what == "reduce_leaves" else n](
         leaves_on_device, tiles, *scale, *strides[0], *moved, *strides[1], *again, tiles if step is None else step,
         rank, ranks, decay, is_kept, n, what, by_inverse, DTYPES[dtype], block, many, *form[1:], step is not None,
-        *FORMATS[form.codec], **UNFUSED,
+        in_int8, *FORMATS[form.codec], **UNFUSED,
     )  # fmt: skip
     return True
 

@@ -1,4 +1,4 @@
-"""Tables of constants that operators read on a device."""
+"""Constants, and tables of constants that operators read on a device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fnddp.device import device_of
 
+INT8_BLOCK = 128  # the most elements of a residual in int8 that share a scale
 MOST_TABLES = 256
 _tables: dict[Any, Tensor] = {}
 _captured: dict[Any, Tensor] = {}  # tables that graphs read, which are never dropped

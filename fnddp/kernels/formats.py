@@ -118,6 +118,16 @@ def _decode_sign(scale, code, BITS: tl.constexpr, SCALE: tl.constexpr, OPTION: t
     return value
 
 
+@triton.jit
+def encoded_in_int8(value, BY_INVERSE: tl.constexpr):
+    """Return scales `[MANY]` and codes `[MANY, BLOCK]` of residuals, as `fnddp.kernels.int8.to_int8` does."""
+    largest = _largest(value)
+    scale = tl.where(largest < 127 * TINY, 0.0, divided(largest, 127, BY_INVERSE))
+    by = tl.where(scale > 0, scale, 1.0)[:, None]
+    q = _nearest(tl.div_rn(value, tl.broadcast_to(by, value.shape)))
+    return scale, q.to(tl.int8)
+
+
 FORMATS = {
     "quantize": (_encode_quantize, _decode_quantize),
     "fp8": (_encode_fp8, _decode_fp8),

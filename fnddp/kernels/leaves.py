@@ -19,6 +19,8 @@ from fnddp.core.random import key_of
 from fnddp.core.table import Batch, Cut, Table, added_up
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of
+from fnddp.kernels.int8 import blocks_of, decoded, encoded
+from fnddp.kernels.keep import KEEP, KEEP_INTO
 from fnddp.kernels.operator import KEYS, sample, takes_operators, works
 from fnddp.torch_private import foreach_copy, without_modes
 from fnddp.wire.groups import current
@@ -151,36 +153,42 @@ def _sent_leaves(
 ) -> list[Tensor]:  # fmt: skip
     groups = _groups(codec, tuple(counts), n, dtype, payload[0].device)
     found: dict[int, Tensor] = {}
-    for (group, mine), (_, parts), (_, encoded) in zip(
+    for (group, mine), (_, parts), (_, of_mean) in zip(
         *(_parts(groups, each) for each in (payload, moved, again)), strict=True
     ):
-        lost = group.like.decode(encoded) - _mean(group, parts, rank, ranks)
+        lost = group.like.decode(of_mean) - _mean(group, parts, rank, ranks)
         owned = torch.arange(n, device=lost.device).view(n, 1, 1) == rank
         found |= _leaves(group, group.like.decode(mine) + torch.where(owned, ranks * lost, 0), dtype)
     return [found[i] for i in range(len(counts))]
 
 
-def _sums(x: list[Tensor], residual: list[Tensor], decay: float) -> list[Tensor]:
+def _sums(x: list[Tensor], residual: list[Tensor], factor: list[Tensor], decay: float) -> list[Tensor]:
+    """Return leaves plus residuals, which are in int8 if there are factors of them."""
+    residual = [decoded(q, scale) for q, scale in zip(residual, factor, strict=True)] if factor else residual
     return [leaf + (each if decay == 1 else decay * each) for leaf, each in zip(x, residual, strict=True)]
 
 
 def _encode_sum(
-    codec: str, x: list[Tensor], residual: list[Tensor], counts: list[int], n: int, dtype: torch.dtype, decay: float,
-    *draws: Any,
+    codec: str, x: list[Tensor], residual: list[Tensor], factor: list[Tensor], counts: list[int], n: int,
+    dtype: torch.dtype, decay: float, *draws: Any,
 ) -> list[Tensor]:  # fmt: skip
-    sums = [rounded(each, dtype) for each in _sums(x, residual, decay)]
+    sums = [rounded(each, dtype) for each in _sums(x, residual, factor, decay)]
     return _encode_leaves(codec, sums, counts, n, dtype, *draws)
 
 
 def _residuals(
     codec: str, payload: list[Tensor], moved: list[Tensor], again: list[Tensor], x: list[Tensor],
-    residual: list[Tensor], counts: list[int], n: int, dtype: torch.dtype, rank: int, ranks: int, decay: float,
-    nonfinite: Tensor,
+    residual: list[Tensor], factor: list[Tensor], counts: list[int], n: int, dtype: torch.dtype, rank: int, ranks: int,
+    decay: float, nonfinite: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     sent = _sent_leaves(codec, payload, moved, again, counts, n, dtype, rank, ranks)
-    following = [total - each for total, each in zip(_sums(x, residual, decay), sent, strict=True)]
+    following = [total - each for total, each in zip(_sums(x, residual, factor, decay), sent, strict=True)]
+    if factor:
+        stored = [encoded(each) for each in following]
+        following = [each[i] for i in range(2) for each in stored]
     is_kept = nonfinite.to(x[0].device)
-    return [torch.where(is_kept, before, after) for before, after in zip(residual, following, strict=True)]
+    before = [*residual, *factor]
+    return [torch.where(is_kept, old, new) for old, new in zip(before, following, strict=True)]
 
 
 @lru_cache(maxsize=1024)
@@ -209,7 +217,7 @@ class LeavesOperator:
     """An operator on lists of tensors: `default` makes its results, and `out` writes them to existing tensors.
 
     Its arguments are the codec's text, lists of tensors, the number of elements of each leaf, the number of ranks, and
-    the dtype of leaves; with `moved` also this rank and the divisor of the mean; with `residual` its factor; and for
+    the dtype of leaves; with `moved` also this rank and the divisor of the mean; with `residual` its decay; and for
     the next residual also a scalar, true if it must be the old one. If it encodes with random numbers, this rank, the
     number of the exchange, and the names of leaves.
 
@@ -217,7 +225,8 @@ class LeavesOperator:
         name: The name of the operator.
         lists: The names of the lists.
         makes: The name of the result: leaves "x", a "payload" with a row for each rank, one row, "again", or residuals,
-            "following", which may be written over the "residual" of the arguments.
+            "following", which may be written over the "residual" of the arguments. Residuals in int8 have scales, the
+            list "factor"; they follow those of the result.
         run: The reference.
     """
 
@@ -246,7 +255,10 @@ class LeavesOperator:
         if self._makes == "x":
             return [first.new_empty(count, dtype=dtype) for count in counts]
         if self._makes == "following":
-            return [first.new_empty(count, dtype=wide(dtype)) for count in counts]
+            if not arguments[self._lists.index("factor")]:
+                return [first.new_empty(count, dtype=wide(dtype)) for count in counts]
+            made = [first.new_empty(count, dtype=torch.int8) for count in counts]
+            return made + [first.new_empty(blocks_of(count), dtype=wide(dtype)) for count in counts]
         payloads = [group.like.payload for group in _groups(codec, tuple(counts), n, dtype, first.device)]
         widths = {name: sum(each[name][0].numel() for each in payloads) for name in payloads[0]}
         rows = n if self._makes == "payload" else 1
@@ -281,9 +293,11 @@ ENCODE = LeavesOperator("encode_leaves", ("x",), "payload", _encode_leaves)
 REDUCE = LeavesOperator("reduce_leaves", ("moved",), "again", _reduce_leaves)
 DECODE = LeavesOperator("decode_leaves", ("payload",), "x", _decode_leaves)
 SENT = LeavesOperator("sent_leaves", ("payload", "moved", "again"), "x", _sent_leaves)
-ENCODE_SUM = LeavesOperator("encode_sum_leaves", ("x", "residual"), "payload", _encode_sum)
-RESIDUAL = LeavesOperator("residual_leaves", ("payload", "moved", "again", "x", "residual"), "following", _residuals)
-OUT = {each.default: each.out for each in (ENCODE, REDUCE, DECODE, SENT, ENCODE_SUM, RESIDUAL)}
+ENCODE_SUM = LeavesOperator("encode_sum_leaves", ("x", "residual", "factor"), "payload", _encode_sum)
+RESIDUAL = LeavesOperator(
+    "residual_leaves", ("payload", "moved", "again", "x", "residual", "factor"), "following", _residuals
+)
+OUT = {each.default: each.out for each in (ENCODE, REDUCE, DECODE, SENT, ENCODE_SUM, RESIDUAL)} | {KEEP: KEEP_INTO}
 """Operators on lists, and their forms that write to existing tensors."""
 
 
@@ -302,15 +316,19 @@ def samples(codec: str, dtype: torch.dtype, device: torch.device) -> Iterator[tu
     payload = ENCODE.run(codec, x, *given, 1, *draws)
     again = REDUCE.run(codec, payload, *given, 1, 3, *draws)
     residual = [each.flip(0).to(wide(dtype)) for each in x]
+    stored = [encoded(each.nan_to_num()) for each in residual]
+    small, factor = ([each[i] for each in stored] for i in range(2))
+    finite = [each.nan_to_num() for each in x]  # NaN in int8 is any number
     calls = (
         (ENCODE, [x], (1, *draws)),
         (REDUCE, [payload], (1, 3, *draws)),
         (DECODE, [payload], ()),
         (SENT, [payload] * 2 + [again], (1, 3)),
-        (ENCODE_SUM, [x, residual], (0.9, 1, *draws)),
+        *((ENCODE_SUM, [x, *of], (0.9, 1, *draws)) for of in ([residual, []], [small, factor])),
         *(
-            (RESIDUAL, [*[payload] * 2, again, x, residual], (1, 3, 0.9, torch.tensor(is_kept, device=device)))
+            (RESIDUAL, [*[payload] * 2, again, *of], (1, 3, 0.9, torch.tensor(is_kept, device=device)))
             for is_kept in (False, True)
+            for of in ([x, residual, []], [finite, small, factor])
         ),
     )
     for operator, lists, numbers in calls:

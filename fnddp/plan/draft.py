@@ -103,7 +103,6 @@ class Draft:
         held: Tensors with values that the graph reads, by the targets of their nodes.
         names: Names of the inputs of the graph, and of the tensors it holds.
         is_by_bucket: True if the graph is valid for these buckets and dropped leaves only.
-        kept: Parts of the state that operations keep unchanged in a step with NaN or infinity, by position.
         segments: The graph in order. `batches` are groups of its operations that run as one, by their first node.
     """
 
@@ -113,7 +112,6 @@ class Draft:
     names: dict[fx.Node, Name]
     phase: Phase
     is_by_bucket: bool = False
-    kept: set[int] = field(default_factory=set[int])
     segments: list[DraftSegment] = field(default_factory=list[DraftSegment])
     placement: Placement = field(default_factory=Placement)
     batches: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict[fx.Node, tuple[fx.Node, ...]])

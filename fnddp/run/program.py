@@ -182,7 +182,6 @@ class Program:
         dtypes: The dtype of each leaf.
         hides_nonfinite: See `Sync.hides_nonfinite`.
         passed_on: Leaves with a mean that may be the gradient itself, so that the caller may own its memory.
-        kept: See `PlanData`.
         is_polled: True if segments also wait for collectives that the host must poll.
         device: The device of the leaves and of the vote.
         stream: Its side stream; None on the CPU, and for a plan of `without_schedule`.
@@ -226,7 +225,7 @@ class Program:
         self._memories = {path: register[name] for path, name in plan.memories.items()}
         self._parts = [(i, part.index, part.index in plan.overwrites_state) for i, part in all_of(StatePart)]
         self.passed_on = {path for path, name in plan.means.items() if not is_static or isinstance(name, Grad)}
-        self._found, self.kept = all_of(FoundNonfinite), plan.kept
+        self._found = all_of(FoundNonfinite)
         self._results, self._divisors, self._weights = all_of(Mean), all_of(Divisor), all_of(StepWeight)
         self._slices = [*all_of(Sent), *all_of(Received), *all_of(PayloadRange)]
         known: dict[Any, Tensor] = {**plan.constants, **{name: spec.empty() for name, spec in plan.scratch.items()}}
@@ -328,11 +327,11 @@ class Program:
             values[register] = found if is_there else torch.full((), found, device=self.device.device)
 
     def keep_parts(self, values: list[Any], parts: Sequence[Any]) -> None:
-        """Replace the parts of the state that segments write over, and do not keep, by copies in the registers."""
+        """Replace the parts of the state that segments write over by copies in the registers."""
         own = {
             register: torch.empty_like(parts[index])
             for register, index, is_overwritten in self._parts
-            if is_overwritten and index not in self.kept and values[register] is parts[index]
+            if is_overwritten and values[register] is parts[index]
         }
         if own:
             foreach_copy(list(own.values()), [values[register] for register in own])

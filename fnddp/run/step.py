@@ -12,7 +12,8 @@ from torch import Tensor, is_grad_enabled
 from fnddp.core.tree import Leaves, is_inexact
 from fnddp.device import Stream
 from fnddp.ir.program import Collective, Segment
-from fnddp.run.nonfinite import has_nonfinite, spoil, unless
+from fnddp.kernels.keep import KEEP
+from fnddp.run.nonfinite import has_nonfinite, spoil
 from fnddp.run.program import BoundSegment, Program, UnexpectedGradient
 from fnddp.run.vote import StepFailedError, Vote
 from fnddp.show.trace import Observer, profiled
@@ -308,17 +309,16 @@ class Step:
         with torch.no_grad(), without_autocast(), self._on_side_stream():
             if self._watches and self._vote is not None:
                 self.found_nonfinite = self._vote.found_nonfinite()
-            memory = self._keep_memory()
+            self._keep_memory()
             for bound in program.segments[self._next :]:
                 self._run(bound)
             means, parts = program.end(self._values)
-            self._restore(memory, parts, means)
+            self._restore(parts, means)
             if self.found_nonfinite is not False:  # memory kept its gradients, so no optimizer may apply the means
                 means |= {path: means[path].clone() for path in program.passed_on & means.keys()}
                 spoil(means.values(), self.found_nonfinite)
             if self._is_pinned:
-                self._write_state(parts)
-                parts = self.parts
+                means, parts = self._write_state(parts, means), self.parts
         if stream is not None:
             current = program.device.current()
             program.device.wait(current, stream)
@@ -359,18 +359,16 @@ class Step:
         with self._on_side_stream():
             self._gave_nonfinite = self._gave_nonfinite | is_nonfinite
 
-    def _keep_memory(self) -> dict[int, Any]:
-        """Return, by position, the parts that may have to be restored, and let segments work on copies of them."""
+    def _keep_memory(self) -> None:
+        """Let segments read whether memory must stay as it is; if the host knows that it must, they work on copies."""
         self._program.set_nonfinite(self._values, self.found_nonfinite)
-        remembered = [i for i in self._remembered if i not in self._program.kept]
-        if not remembered or (self.found_nonfinite is False and self._program.plan is not None):
-            return {}
-        self._program.keep_parts(self._values, self.parts)
-        return {i: self.parts[i] for i in remembered}
+        if self.found_nonfinite is True and self._remembered:
+            self._program.keep_parts(self._values, self.parts)
 
-    def _write_state(self, parts: Sequence[Any]) -> None:
-        """Write the next state into the memory of this one."""
+    def _write_state(self, parts: Sequence[Any], means: Leaves) -> Leaves:
+        """Write the next state into the memory of this one; return the means, copied if they are stored there."""
         memory = {part.data_ptr() for part in self.parts}
+        means = {path: mean.clone() if mean.data_ptr() in memory else mean for path, mean in means.items()}
         pairs = [
             (old, new.clone() if new.data_ptr() in memory else new)  # a part may take the memory of another
             for old, new in zip(self.parts, parts, strict=True)
@@ -381,15 +379,19 @@ class Step:
         for old, new in zip(self.parts, parts, strict=True):
             if not isinstance(new, Tensor):
                 old.fill_(new)
+        return means
 
-    def _restore(self, memory: dict[int, Any], parts: list[Any], means: Leaves) -> None:
-        if memory and self._program.plan is None:  # received values are unknown, and means are equal on ranks
+    def _restore(self, parts: list[Any], means: Leaves) -> None:
+        """Replace next parts by the old ones if NaN or infinity was found. A plan reads a flag on the device itself."""
+        has_plan, remembered = self._program.plan is not None, self._remembered
+        if remembered and not has_plan:  # received values are unknown, and means are equal on ranks
             self.found_nonfinite = self.found_nonfinite | has_nonfinite(means.values(), self._program.device)
-        if isinstance(self.found_nonfinite, Tensor):
-            kept = unless(self.found_nonfinite, list(memory.values()), [parts[i] for i in memory])
-            memory = dict(zip(memory, kept, strict=True))
-        if self.found_nonfinite is not False:
-            for i, part in memory.items():
+        if self.found_nonfinite is True:
+            for i in remembered:
+                parts[i] = self.parts[i]
+        elif remembered and not has_plan and isinstance(self.found_nonfinite, Tensor):
+            old, new = ([of[i] for i in remembered] for of in (self.parts, parts))
+            for i, part in zip(remembered, KEEP(old, new, self.found_nonfinite), strict=True):
                 parts[i] = part
 
     def finish(self) -> Synchronized:

@@ -62,7 +62,8 @@ def line(operation: Operation) -> str:
     arguments = [_argument(argument) for argument in operation.arguments]
     if operation.leaves:
         read = "".join(f" from {argument}" for argument in arguments)
-        return f"{operation.function} of {count(operation.leaves, 'leaf', 'leaves')}{read} -> {made}"
+        of = count(operation.leaves, *(("part",) if operation.function == "keep" else ("leaf", "leaves")))
+        return f"{operation.function} of {of}{read} -> {made}"
     arguments += [f"{key}={_argument(argument)}" for key, argument in operation.options]
     spec = "" if operation.spec is None else f": {operation.spec}"
     place = "" if operation.written is None else f" in {name(operation.written)}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fnddp.core import layout, tree
 from fnddp.core.codec import wide_zeros
-from fnddp.core.opaque import rounded, shortened
+from fnddp.core.opaque import rounded
 from fnddp.core.options import Limit, one_of
 from fnddp.core.sync import (
     Exchange,
@@ -24,6 +24,7 @@ from fnddp.core.sync import (
     transform,
 )
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
+from fnddp.kernels.int8 import blocks_of, from_int8, to_int8
 
 
 class Memory(Sync):
@@ -71,33 +72,6 @@ class ErrorFeedbackState(NamedTuple):
     residual: Local[Remembered[Leaves]]
     scale: Local[Remembered[Leaves]]
     inner: State
-
-
-BLOCK = 128  # the most elements of an int8 residual that share a scale
-LEVELS = 127  # of each sign
-
-
-def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return real `x` as int8 of the same shape, rounded to the nearest, and a scale for each block.
-
-    >>> to_int8(torch.tensor([127.0, 1.4, -63.5]))
-    (tensor([127,   1, -64], dtype=torch.int8), tensor([1.]))
-    """
-    blocks = layout.in_rows(x.reshape(-1) if x.numel() else x.new_zeros(1), _blocks_of(x))
-    largest = torch.maximum(blocks.amax(1), -blocks.amin(1))
-    scale = torch.where(largest < LEVELS * torch.finfo(x.dtype).tiny, 0, largest / LEVELS)
-    q = (blocks / torch.where(scale > 0, scale, 1).unsqueeze(1)).round().to(torch.int8)
-    return shortened(q.reshape(-1), x.numel()).reshape(x.shape), scale
-
-
-def from_int8(q: Tensor, scale: Tensor) -> Tensor:
-    """Return the numbers that `to_int8` encoded, after its rounding, in the dtype of `scale`."""
-    blocks = layout.in_rows(q.reshape(-1), scale.numel()).to(scale.dtype) * scale.unsqueeze(1)
-    return shortened(blocks.reshape(-1), q.numel()).reshape(q.shape)
-
-
-def _blocks_of(x: Tensor) -> int:
-    return max(1, -(-x.numel() // BLOCK))
 
 
 def widened(state: State) -> State:
@@ -183,7 +157,7 @@ class error_feedback(Memory):
             return {path: state.residual[path] for path in _remembered(self, leaves, state.residual)}
         like = {path: layout.to_wire(leaf) for path, leaf in leaves.items() if is_inexact(leaf)}
         check_entries("error_feedback", state.residual, {path: x.shape for path, x in like.items()})
-        check_entries("error_feedback", state.scale, {path: (_blocks_of(x),) for path, x in like.items()})
+        check_entries("error_feedback", state.scale, {path: (blocks_of(x.numel()),) for path, x in like.items()})
         known = {path: from_int8(state.residual[path], state.scale[path]) for path in like}
         return {path: layout.from_wire(x, leaves[path]) for path, x in known.items()}
 

@@ -215,9 +215,9 @@ def with_autocast_and_a_loss_scaler(rank: int, device: str, text: str) -> Any:
     return found
 
 
-def with_residuals(rank: int, device: str, by_class: bool) -> Any:
+def with_residuals(rank: int, device: str, by_class: bool, residual: str = "float32") -> Any:
     """Of several dtypes and layouts, while a caller holds gradients and states; one rank overflows in one step."""
-    sync = fnddp.parse("error_feedback(quantize(two_shot, bits=4, block=16), decay=0.9)")
+    sync = fnddp.parse(f"error_feedback(quantize(two_shot, bits=4, block=16), decay=0.9, residual={residual!r})")
     found = list[Any]()
     for dtype, shapes in product(
         (torch.float32, torch.bfloat16, torch.float64), ([(5, 7), (), (33,), (300,)], [(3, 2, 4, 4), (17,)])
@@ -338,7 +338,7 @@ TWO: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     *((each, ()) for each in (accumulating, weighted, with_two_models_in_a_backward, beside_collectives_of_the_model)),
     *((each, ()) for each in (with_the_optimizer_on_another_stream, on_another_stream, reading_means_late)),
     (with_weighted_shards, ()),
-    *((with_residuals, (by_class,)) for by_class in (True, False)),
+    *((with_residuals, given) for given in product((True, False), ("float32", "int8"))),
     *((with_autocast_and_a_loss_scaler, (text,)) for text in (POWERSGD, QUANTIZED, MIXED)),
     (with_shards, (QUANTIZED, "ef21(quantize(allgather, bits=4))")),
     (with_owners, ("error_feedback(quantize(two_shot, bits=4))", "ef21(quantize(allgather, bits=4))")),

@@ -16,10 +16,11 @@ from fnddp.core import collectives, tree
 from fnddp.core.sync import State, Sync, require_takes_weight
 from fnddp.device import device_of
 from fnddp.integrations.fsdp.unit import Sending, Unit
+from fnddp.kernels.keep import KEEP
 from fnddp.plan.draft import Donation
 from fnddp.reducers.all_reduce import none
 from fnddp.run.engine import Engine
-from fnddp.run.nonfinite import has_nonfinite, spoil, unless
+from fnddp.run.nonfinite import has_nonfinite, spoil
 from fnddp.run.step import Step, applying
 from fnddp.torch_private import fsdp_groups
 from fnddp.transforms.weighted import weighted
@@ -256,9 +257,13 @@ class Reduction:
         reductions = self._reductions
         reductions.close()
         if isinstance(found_nonfinite, Tensor):
-            before, structure = tree.flatten_any({name: reductions.states[name] for name in self.states})
-            after, _ = tree.flatten_any(self.states)
-            self.states = tree.unflatten_any(structure, unless(found_nonfinite, before, after))
+            before = tree.flatten_any({name: reductions.states[name] for name in self.states})[0]
+            after, structure = tree.flatten_any(self.states)
+            at = [i for i, part in enumerate(after) if isinstance(part, Tensor)]
+            kept = KEEP([before[i] for i in at], [after[i] for i in at], found_nonfinite)
+            for i, part in zip(at, kept, strict=True):
+                after[i] = part
+            self.states = tree.unflatten_any(structure, after)
         if found_nonfinite is not True:
             reductions.states |= self.states
         if found_nonfinite is not False:

@@ -29,6 +29,7 @@ from fnddp.ir.program import (
     Sent,
     Temp,
 )
+from fnddp.kernels.keep import KEEP
 from fnddp.kernels.leaves import OUT
 from fnddp.plan.draft import Draft, DraftSegment
 from fnddp.plan.graph import (
@@ -243,7 +244,7 @@ class _Emitter:
             target = self._placement.targets.get(results[i]) if i in results else None
             if target is None:
                 options = {"dtype": made.dtype, "device": made.device}
-                places.append(self.script.call(torch.empty, [list(made.shape)], options))
+                places.append(self.script.call(torch.empty_strided, [list(made.shape), list(made.stride())], options))
             else:
                 places.append(self._destination(target, results[i]))
         self.script.call(OUT[node.target], self._values(node.args), {"out": places})
@@ -252,15 +253,15 @@ class _Emitter:
 
     def _record_list(self, node: fx.Node, first: fx.Node) -> None:
         arguments: Any = node.args
-        codec, given = arguments[:2]
-        counts = next(each for each in arguments[2:] if isinstance(each[0], int))
-        source = name_of(given[0], self._names)
+        codec = "" if node.target is KEEP else f" {arguments[0]}"
+        counts = next(each for each in arguments[1:] if each and isinstance(each[0], int)) if codec else arguments[0]
+        source = name_of(arguments[1][0], self._names)
         target = self._placement.targets.get(first)
         self.operations.append(
             Operation(
                 made=Temp(first.name) if target is None else name_of(target, self._names),
                 spec=None,
-                function=f"{_function(node).removesuffix('_leaves')} {codec}",
+                function=f"{_function(node).removesuffix('_leaves')}{codec}",
                 arguments=(source,) if isinstance(source, Received) else (),
                 leaves=len(counts),
             )

@@ -6,6 +6,7 @@ once all collectives are complete. An elementwise operation writes over its oper
 of a result changes.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torch import Tensor, fx
 
 from fnddp.device import device_of
 from fnddp.ir.program import LeafSpec, Mean, Scratch, Sent
+from fnddp.kernels.keep import KEEP
 from fnddp.kernels.leaves import ENCODE_SUM, OUT, RESIDUAL
 from fnddp.plan.draft import Donation, Draft, Storage
 from fnddp.plan.graph import (
@@ -90,6 +92,7 @@ class _Memories:
         parts = parts[: len(state)]  # the remaining inputs are numbers
         self.mean_of = {self.memory(node): path for path, node in zip(paths, means, strict=True) if is_tensor(node)}
         self.part_of = {self.memory(node): part for node, part in zip(state, parts, strict=False) if is_tensor(node)}
+        self.replaced: dict[fx.Node, set[Storage]] = {}  # memory of next values that KEEP may write over
         self.residual_of = _residuals(self.leaves, parts)
         for node in [node for node in self.nodes if node.target is ENCODE_SUM.default]:
             arguments: Any = node.args
@@ -100,6 +103,8 @@ class _Memories:
 
     def decide(self, node: fx.Node) -> None:
         """Assign a place to `node`, by the first rule that returns one."""
+        if node.target is KEEP:
+            self.replaced[node] = self._replaced(node)
         is_writable = node.target in COPIES or node.target in PRODUCTS or elementwise(node.target) is not None
         if not (is_writable or is_made_in_list(node)):
             return
@@ -126,11 +131,33 @@ class _Memories:
         now = self.when[node]
         if self._last_read.get(memory, -1) < now:
             return True
-        if (before := _residual_at(node)) is not None:
+        if (before := _before(node)) is not None:
             return self._last_read[memory] == now and self.memory(before) == memory
         reads = [source for source in node.all_input_nodes if self.memory(source) == memory]
         in_place = len(reads) == 1 and _is_first_only(node, reads[0]) and _same_layout(value(reads[0]), value(node))
         return self._last_read[memory] == now and elementwise(node.target) is not None and in_place
+
+    def is_ours(self, memory: Storage) -> bool:
+        """Return True if `memory` is that of a result of the step, or of a gradient that it may write over."""
+        if not isinstance(memory, fx.Node):
+            return True
+        is_made = memory.op == "call_function" and memory.target is not launch  # not a buffer of a collective
+        return is_made or (memory in self.leaves and self.donation.gradients == "yes")
+
+    def _replaced(self, node: fx.Node) -> set[Storage]:
+        """Return the memory of next values that nothing reads later than `node`, and whose parts do not overlap."""
+        parts: dict[Storage, list[fx.Node]] = {}
+        arguments: Any = node.args
+        for new in arguments[1]:
+            parts.setdefault(self.memory(new), []).append(new)
+        return {
+            memory
+            for memory, news in parts.items()
+            if self.is_ours(memory)
+            and not isinstance(self.placement.memory(news[0]), Sent | Scratch)
+            and self._last_read[memory] == self.when[node]
+            and _are_apart(news)
+        }
 
     def may_commit(self, given: fx.Node | None, node: fx.Node) -> bool:
         """Return True if `node` may write over `given`, an input of the graph, once all collectives are complete."""
@@ -180,12 +207,20 @@ def over_operand(memories: _Memories, node: fx.Node) -> Storage | None:
         return None
     memory = memories.memory(operand)
     if isinstance(memory, fx.Node):
-        is_ours = memory.op == "call_function" and memory.target is not launch  # not a buffer of a collective
-        is_given = memory in memories.leaves and memories.donation.gradients == "yes"
         is_whole = isinstance(value(memory), Tensor) and value(memory).numel() == value(node).numel()
-        if not (is_ours or is_given) or not is_whole:
+        if not memories.is_ours(memory) or not is_whole:
             return None
     return operand if memories.is_free(memory, node) else None
+
+
+def over_next(memories: _Memories, node: fx.Node) -> fx.Node | None:
+    """Return the next value of memory if nothing else uses it: only a step with NaN or infinity writes there."""
+    if not is_made_in_list(node) or node.all_input_nodes[0].target is not KEEP:
+        return None
+    keep = node.all_input_nodes[0]
+    arguments, at = cast(Any, (keep.args, node.args[1]))
+    new = arguments[1][at]
+    return new if memories.memory(new) in memories.replaced[keep] else None
 
 
 def over_state(memories: _Memories, node: fx.Node) -> fx.Node | None:
@@ -240,6 +275,7 @@ def over_scratch(memories: _Memories, node: fx.Node) -> Scratch | None:
 
 RULES: tuple[Callable[[_Memories, fx.Node], Storage | None], ...] = (
     over_operand,
+    over_next,
     over_state,
     over_mean,
     over_gradient,
@@ -260,11 +296,26 @@ def _residuals(leaves: dict[fx.Node, str], parts: Sequence[fx.Node]) -> dict[str
     }
 
 
-def _residual_at(node: fx.Node) -> Any:
-    """Return the old residual if `node` is the next one, of an operator that may write it there; otherwise None."""
+def _before(node: fx.Node) -> Any:
+    """Return the old value if `node` is the next one, of an operator that may write it there; otherwise None."""
     arguments: Any = node.all_input_nodes[0].args if is_made_in_list(node) else ()
-    is_next = is_made_in_list(node) and node.all_input_nodes[0].target is RESIDUAL.default
-    return arguments[5][node.args[1]] if is_next else None
+    target = node.all_input_nodes[0].target if arguments else None
+    olds = [*arguments[5], *arguments[6]] if target is RESIDUAL.default else arguments[0] if target is KEEP else []
+    return olds[cast(int, node.args[1])] if olds else None
+
+
+def _are_apart(parts: Sequence[fx.Node]) -> bool:
+    """Return whether different views of one tensor do not overlap: different items, for example, of one list."""
+    following: dict[tuple[Any, ...], Any] = {}
+    for part in parts:
+        node, items = part, list[Any]()
+        while is_view(node):
+            items += [node.args] if node.target is operator.getitem else []
+            node = node.all_input_nodes[0]
+        for end, (whole, _) in enumerate([*items[::-1], (part, None)]):
+            if following.setdefault(tuple(items[::-1][:end]), whole) is not whole:
+                return False
+    return len(set(parts)) == len(parts)
 
 
 def _is_first_only(user: fx.Node, node: fx.Node) -> bool:
