@@ -84,6 +84,9 @@ def _fold(draft: Draft) -> None:
             arguments: Any = fx.map_arg((node.args, node.kwargs), cast(Any, made.__getitem__))
             with without_modes():
                 made[node] = compute(*arguments[0], **arguments[1])
+    for node in reversed(list(made)):  # constants, and views of them, must not be results, which are written over
+        if any(user not in made and (user.op == "output" or is_view(user)) for user in node.users):
+            del made[node]
     held: dict[str, Tensor] = {}
     for node, constant in made.items():
         if any(user not in made for user in node.users):
