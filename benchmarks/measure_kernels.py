@@ -11,6 +11,7 @@ import time
 from contextlib import nullcontext
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ import fnddp
 from fnddp import device
 
 RANKS, STEPS = 4, 6
+ALL_REDUCE = dist.all_reduce
 PIPELINES = [
     "allreduce",
     "error_feedback(powersgd(bf16(allreduce), rank=4))",
@@ -153,13 +155,22 @@ def launches(model: nn.Module) -> tuple[int, int]:
     return mode.number, mode.nbytes
 
 
+def complete(*args: Any, **kwargs: Any) -> Any:
+    """Return an all_reduce that is complete. Otherwise gloo's thread may run what follows it, where nothing counts."""
+    work = ALL_REDUCE(*args, **kwargs)
+    if kwargs.get("async_op"):
+        work.wait()
+    return work
+
+
 def of_torch(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
     """Return those of torch's PowerSGD hook, in a world of one: fake process groups complete no futures."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     model = TorchDDP(Leaves(shapes))
     state = torchs.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
     model.register_comm_hook(state, torchs.powerSGD_hook)
-    found = launches(model)
+    with patch.object(dist, "all_reduce", complete):
+        found = launches(model)
     del model
     dist.destroy_process_group()
     return found

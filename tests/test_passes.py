@@ -74,6 +74,32 @@ def test_a_state_that_is_returned_in_another_order_is_not_mixed_up():
         assert (state["w"].tolist(), state["b"].tolist()) == ([2.0, 2.0], [20.0, 20.0])
 
 
+class Restarted(Sorted):
+    """Begins its state anew with a number of its own code, which the caller then changes."""
+
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        ones = torch.tensor([1.0, 1.0]) * 2 - 1
+        mean = {path: leaf * ones + state[path] for path, leaf in leaves.items()}
+        return Exchange(mean, leaves, {path: ones.view(1, 2)[0] if path == "w" else ones for path in leaves})
+
+
+def test_numbers_of_the_code_are_computed_once_but_not_those_of_results():
+    grads = {"b": torch.ones(2), "w": torch.ones(2)}
+    step = fnddp.jit(Restarted())
+    state = step.init(grads)
+    for step_of in range(3):
+        mean, state = step(grads, state)
+        assert [each.tolist() for each in mean.values()] == [[1.0 + (step_of > 0)] * 2] * 2
+        kept = {path: part.clone() for path, part in state.items()}
+        for part in state.values():
+            part.zero_()
+        state = kept
+    inner = Applied(after=lambda x: x * (torch.tensor([1.0, 3.0]) + 1).sum())
+    plan = plan_of_steps(inner, lambda i: {"w": torch.full((3,), float(i))})
+    assert plan is not None
+    assert [each.function for segment in plan.segments for each in segment.operations] == ["clone", "mul"]
+
+
 def turned(x: Tensor) -> Tensor:
     """Has another shape at each step, and always the same identity."""
     y = x.clone()

@@ -507,7 +507,7 @@ def test_bases_are_orthonormal_of_the_same_span_and_zero_where_a_column_adds_not
         nearly[:, 1] = nearly[:, 0] + 1e-4 * nearly[:, 1]
         dependent = torch.cat([nearly[:, :1], 2 * nearly[:, :1], nearly[:, 2:]], 1)
         matrices, kept = [*matrices, torch.zeros(40, 3, dtype=dtype), nearly, dependent], [*kept, 0, 3, 2]
-    at_once = orthogonalize_all(matrices, 1e-6, dtype)
+    at_once = orthogonalize_all([[each] for each in matrices], 1e-6, dtype)
     bases = at_once if method == "cholesky" else [orthogonalize(each, method, epsilon=1e-6) for each in matrices]
     for matrix, basis, rank in zip(matrices, bases, kept, strict=True):
         gram = basis.mH @ basis

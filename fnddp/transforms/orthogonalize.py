@@ -20,33 +20,33 @@ def orthogonalize(p: Tensor, method: str, epsilon: float) -> Tensor:
     if method == "qr":
         q, _ = torch.linalg.qr(p)
         return q
-    return _gram_schmidt(p, epsilon) if method == "gram_schmidt" else orthogonalize_all([p], epsilon, p.dtype)[0]
+    return _gram_schmidt(p, epsilon) if method == "gram_schmidt" else orthogonalize_all([[p]], epsilon, p.dtype)[0]
 
 
-def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.dtype) -> list[Tensor]:
-    """Return orthonormal bases of the columns of all `matrices`, in a fixed number of operations.
+def orthogonalize_all(groups: Sequence[Sequence[Tensor]], epsilon: float, dtype: torch.dtype) -> list[Tensor]:
+    """Return orthonormal bases of the columns of matrices of `groups`, in a fixed number of operations.
 
     It factorizes the Gram matrices twice by Cholesky, in double precision (Fukaya et al., "CholeskyQR2", ScalA 2014),
     so that a condition number of 1e6 leaves 1e-12 of the orthogonality. Epsilon squared (for columns of unit norm) is
     added to the diagonals. It makes a column that depends on the others short instead of arbitrary, and short columns
-    become zero. The matrices, `[rows, rank]` with any rows, have one rank, dtype and device; bases have `dtype`.
+    become zero. The matrices of a group have one shape, `[rows, rank]`; all have one rank, dtype and device. Bases have
+    `dtype`, and those of a group are one tensor, `[count, rows, rank]`, or `[rows, rank]` if it is one. It is a view.
     """
-    rank = matrices[0].shape[1]
+    rank = groups[0][0].shape[1]
     # Inductor (torch 2.13) fuses products of rank 1 with slices of their rows, and drops the rows after the last
     # whole block (`try_loop_split` in its codegen/cpp.py assumes that blocks divide the rows).
     size = 1 if rank == 1 else max(_BLOCK, 1 << (rank - 1).bit_length())
-    blocks = [-(-matrix.shape[0] // size) for matrix in matrices]
+    blocks: list[int] = []
     parts: list[Tensor] = []
     zeros: dict[int, Tensor] = {}
-    positions: list[int] = []  # of the matrices among the parts; the other parts pad blocks
-    for matrix in matrices:
-        positions.append(len(parts))
-        parts.append(matrix)
-        missing = -matrix.shape[0] % size
-        if missing:
-            if missing not in zeros:
-                zeros[missing] = matrix.new_zeros((missing, rank))
-            parts.append(zeros[missing])
+    for group in groups:
+        rows = group[0].shape[0]
+        blocks += [-(-rows // size)] * len(group)
+        missing = -rows % size
+        if missing and missing not in zeros:
+            zeros[missing] = group[0].new_zeros((missing, rank))
+        for matrix in group:
+            parts += [matrix, zeros[missing]] if missing else [matrix]
     wide = torch.complex128 if dtype.is_complex else torch.float64
     x = torch.cat(parts).to(wide).reshape(-1, size, rank)  # x: [blocks, size, rank]
     owners = torch.repeat_interleave(torch.tensor(blocks, device=x.device), output_size=sum(blocks))
@@ -54,26 +54,27 @@ def orthogonalize_all(matrices: Sequence[Tensor], epsilon: float, dtype: torch.d
         largest = _per_segment("max", x.abs().amax(1), blocks)  # [matrices, rank]
         x = x / largest.clamp(min=torch.finfo(torch.float64).tiny)[owners].unsqueeze(1)
     eye = torch.eye(rank, dtype=wide, device=x.device)
-    for added in (epsilon**2, 0.0):
+    for added in (max(epsilon**2, _TINY), _ROUNDING):
         gram = _per_segment("sum", (x.mH @ x).flatten(1), blocks).unflatten(1, (rank, rank))
-        x = x @ _inverse_factor(gram, eye, max(added, _TINY))[owners]
-    pieces = x.reshape(-1, rank).to(dtype).split([part.shape[0] for part in parts])
-    return [pieces[position] for position in positions]
+        factor, _ = torch.linalg.cholesky_ex(torch.addcmul(eye * _NOTHING, gram, eye * added + 1))
+        inverse = torch.linalg.solve_triangular(factor.mH, eye.expand_as(gram), upper=True)
+        if added != _ROUNDING:  # the second time short columns are zero, and others are far from dependent
+            # Otherwise the column's part orthogonal to earlier columns was at most the number added to the diagonal.
+            is_long = _diagonal(inverse.mH @ gram @ inverse) > 0.5  # False for NaN
+            inverse = torch.where(is_long.unsqueeze(-2), inverse, 0)
+        x = x @ inverse[owners]
+    padded = [-(-group[0].shape[0] // size) * size for group in groups]
+    of_groups = x.reshape(-1, rank).to(dtype).split([len(g) * rows for g, rows in zip(groups, padded, strict=True)])
+    found: list[Tensor] = []
+    for group, rows, bases in zip(groups, padded, of_groups, strict=True):
+        several = bases.unflatten(0, (len(group), rows)) if len(group) > 1 else bases
+        found.append(several.narrow(-2, 0, group[0].shape[0]))
+    return found
 
 
 _BLOCK = 32  # rows of a matrix that are summed together
-_TINY, _NOTHING = 1e-30, 1e-280  # least addition to squares of unit columns, and least divisor
-
-
-def _inverse_factor(gram: Tensor, eye: Tensor, added: float) -> Tensor:
-    """Return factors that, multiplied from the right, make columns of matrices with these Gram matrices orthonormal."""
-    scale = _diagonal(gram).clamp(min=_NOTHING).rsqrt()  # one over the columns' norms: [matrices, rank]
-    unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    factor, _ = torch.linalg.cholesky_ex(torch.add(unit, eye, alpha=added))
-    inverse = torch.linalg.solve_triangular(factor.mH, eye.expand_as(gram), upper=True) * scale.unsqueeze(-1)
-    # This short: the column's part orthogonal to earlier columns was at most the number added to the diagonal.
-    is_short = (_diagonal(inverse.mH @ gram @ inverse) > 0.5).logical_not()
-    return inverse.masked_fill(is_short.unsqueeze(-2), 0)
+_TINY, _ROUNDING = 1e-30, 1e-14  # additions to squares of columns' norms, relative: the least, and against rounding
+_NOTHING = 1e-280  # and absolute
 
 
 def _diagonal(matrices: Tensor) -> Tensor:
@@ -90,12 +91,11 @@ def unit_rows(q: Tensor, widths: Sequence[int], fallback: Tensor) -> Tensor:
     if q.dtype in (torch.float64, torch.complex128):
         largest = _per_segment("max", q.abs().flatten(), sizes)
         q = q / largest.clamp(min=torch.finfo(torch.float64).tiny)[owners].view(q.shape)
-    magnitude = q.abs().to(torch.float64).flatten()
-    norm = _per_segment("sum", magnitude * magnitude, sizes).sqrt()
-    is_good = (norm > 0) & (norm < float("inf"))
-    inverse = norm.clamp(min=_NOTHING).reciprocal()
-    scaled = (q * inverse[owners].view(q.shape)).to(q.dtype)
-    return torch.where(is_good[owners].view(q.shape), scaled, fallback)
+    magnitude = (q.abs() if q.is_complex() else q).to(torch.float64).flatten()
+    square = _per_segment("sum", magnitude * magnitude, sizes)
+    norm = square * square.rsqrt()  # NaN instead of zero and infinity
+    scaled = (q / norm[owners].view(q.shape)).to(q.dtype)
+    return torch.where(scaled.isnan(), fallback, scaled)
 
 
 def _per_segment(how: str, x: Tensor, sizes: Sequence[int]) -> Tensor:

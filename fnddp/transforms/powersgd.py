@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,25 @@ from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize
 
 ITERATIONS = 4  # of `refresh`: each multiplies wanted / unwanted by the square of their singular values' ratio
 
-Stacks: TypeAlias = list[list[list[str]]]
-"""Paths of leaves in stacks of groups. The small factors of a stack are computed together. A group is one matrix, or
-several small ones of one shape, multiplied as one tensor `[count, ...]`."""
+
+class Stacks(NamedTuple):
+    """Paths of leaves in stacks of groups. The small factors of a stack are computed together.
+
+    A group is one matrix, or several small ones of one shape, multiplied as one tensor `[count, ...]`. Leaves of a
+    stack have one rank, dtype and device. `by_bucket` has a stack for each default gradient bucket: factors of other
+    buckets are not there at that time. `whole` joins them. Both have the same groups in the same order.
+    """
+
+    by_bucket: list[list[list[str]]]
+    whole: list[list[list[str]]]
+
+    @property
+    def groups(self) -> list[list[str]]:
+        return list(chain(*self.whole))
+
+    @property
+    def paths(self) -> list[str]:
+        return list(chain(*self.groups))
 
 
 class PowerSGDState(NamedTuple):
@@ -117,7 +133,7 @@ class powersgd(Sync):
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
         stacks = self._stacks(leaves)
-        shapes = {path: matrix_shape(leaves[path]) for path in chain(*chain(*stacks))}
+        shapes = {path: matrix_shape(leaves[path]) for path in stacks.paths}
         p_like = dict(leaves)
         q_like = dict(leaves) if self.alternate else _emptied(leaves)
         for path, (n, m) in shapes.items():
@@ -128,7 +144,7 @@ class powersgd(Sync):
             """Return factors laid out as after any later exchange: torch.compile makes one graph for both."""
             sizes = {path: shape[side] for path, shape in shapes.items()}
             factors = {path: self._draw(path + suffix, leaves[path], 0, size) for path, size in sizes.items()}
-            laid_out = _apart(stacks, _columns_of(stacks, _rows_of(stacks, factors), sizes))
+            laid_out = _apart(stacks, _columns_of(stacks, _side_by_side(stacks, _transposed(factors)), sizes))
             return {path: laid_out[path] for path in leaves if path in shapes}
 
         return PowerSGDState(
@@ -155,11 +171,11 @@ class powersgd(Sync):
         stacks, m = self._matrices(leaves)
         # Both products read m along its rows: on a CPU three to five times faster than m.T @ p_hat. So queries and Q
         # are stored transposed, those of a stack side by side.
-        widths = {path: matrix_shape(leaves[path])[1] for path in chain(*chain(*stacks))}
+        widths = {path: matrix_shape(leaves[path])[1] for path in stacks.paths}
         queries = state.q
         if not self.warm_start:
             queries = {path: self._draw(path, leaves[path], state.step, width) for path, width in widths.items()}
-        query = _rows_of(stacks, queries)  # each: [rank, all columns]
+        query = _side_by_side(stacks, _transposed(queries))  # each: [rank, all columns]
         columns = _columns_of(stacks, query, widths)
         p = _apart(stacks, [x @ each for x, each in zip(m, columns, strict=True)])  # p: [rows, rank]
 
@@ -169,13 +185,14 @@ class powersgd(Sync):
         q = _apart(stacks, [basis.mH @ x for basis, x in zip(p_hat, m, strict=True)])  # q: [rank, columns]
         q_round = self.inner.exchange({**_emptied(leaves), **_rounded_like(leaves, q)}, state.q_round)
 
-        def decode(whole: Leaves, got: Leaves) -> Leaves:
-            q = [_compute(each) for each in _together(stacks, got)]
+        def decode(whole: Leaves, rows: Sequence[Tensor]) -> Leaves:
+            q = _groups_of(stacks, rows, widths)
             made = _apart(stacks, [basis @ each for basis, each in zip(p_hat, q, strict=True)])
             return {**whole, **{path: _leaf_of(each, leaves[path]) for path, each in made.items()}}
 
-        mean, sent = decode(p_round.mean, q_round.mean), decode(p_round.sent, q_round.sent)
-        following = _apart(stacks, _unit_columns(stacks, q_round.mean, query)) if self.warm_start else {}
+        rows = _side_by_side(stacks, q_round.mean)
+        mean, sent = decode(p_round.mean, rows), decode(p_round.sent, _side_by_side(stacks, q_round.sent))
+        following = _apart(stacks, _unit_columns(stacks, rows, widths, query)) if self.warm_start else {}
         q = {path: following[path] for path in state.q}  # empty without warm start
         return Exchange(mean, sent, replaced(state, q=q, p_round=p_round.state, q_round=q_round.state))
 
@@ -189,15 +206,24 @@ class powersgd(Sync):
         sent = _apart(stacks, [x @ each if sends_p else each.mH @ x for x, each in zip(m, hat, strict=True)])
         payload = {**leaves, **_rounded_like(leaves, sent)}
         inner = self.inner.exchange(payload, state.p_round if sends_p else state.q_round)
-        rows = {path: _compute(inner.mean[path]).mH if sends_p else inner.mean[path] for path in sent}
-        following = _apart(stacks, _unit_columns(stacks, rows, _rows_of(stacks, last)))
-        following = {path: following[path] for path in last}
+        sizes = {path: matrix_shape(leaves[path])[not sends_p] for path in stacks.paths}
+
+        def side_by_side(got: Leaves) -> list[Tensor]:
+            return _side_by_side(stacks, _transposed({path: got[path] for path in sizes}) if sends_p else got)
 
         def decode(got: Leaves) -> Leaves:
-            factors = zip(hat, [_compute(each) for each in _together(stacks, got)], strict=True)
-            whole = _apart(stacks, [each @ basis.mH if sends_p else basis @ each for basis, each in factors])
+            rows = side_by_side(got)
+            if sends_p:
+                factors = zip(_columns_of(stacks, rows, sizes), hat, strict=True)
+                whole = _apart(stacks, [each @ basis.mH for each, basis in factors])
+            else:
+                factors = zip(hat, _groups_of(stacks, rows, sizes), strict=True)
+                whole = _apart(stacks, [basis @ each for basis, each in factors])
             return {**got, **{path: _leaf_of(each, leaves[path]) for path, each in whole.items()}}
 
+        fallback = _side_by_side(stacks, _transposed(last))
+        following = _apart(stacks, _unit_columns(stacks, side_by_side(inner.mean), sizes, fallback))
+        following = {path: following[path] for path in last}
         if sends_p:
             return replaced(inner.decoded(decode), state=replaced(state, p=following, p_round=inner.state))
         return replaced(inner.decoded(decode), state=replaced(state, q=following, q_round=inner.state))
@@ -211,19 +237,20 @@ class powersgd(Sync):
         done = self.inner.exchange(leaves, state.whole)
         stacks, m = self._matrices(done.mean)
         m = [each.clone() for each in m]  # in a buffer's middle BLAS may round products another way
-        query = _rows_of(stacks, state.q)
-        paths = chain(*chain(*stacks))
-        drawn = {path: self._draw(path, leaves[path], 0, matrix_shape(leaves[path])[1]) for path in paths}
-        right = _together(stacks, drawn)
+        query = _side_by_side(stacks, _transposed(state.q))
+        heights, widths = ({path: matrix_shape(leaves[path])[i] for path in stacks.paths} for i in range(2))
+        drawn = {path: self._draw(path, leaves[path], 0, width) for path, width in widths.items()}
+        right = _columns_of(stacks, _side_by_side(stacks, _transposed(drawn)), widths)
         for _ in range(ITERATIONS):
             left = _apart(stacks, [x @ each for x, each in zip(m, right, strict=True)])
             bases = zip(self._bases(done.mean, stacks, left), m, strict=True)
-            right = _unit_columns(stacks, _apart(stacks, [basis.mH @ x for basis, x in bases]), query)
+            rows = _side_by_side(stacks, _apart(stacks, [basis.mH @ x for basis, x in bases]))
+            right = _unit_columns(stacks, rows, widths, query)
         p: Leaves = {}
         if state.p:
             left = _apart(stacks, [x @ each for x, each in zip(m, right, strict=True)])
-            rows = {path: _compute(each).mH for path, each in left.items()}
-            p = _apart(stacks, _unit_columns(stacks, rows, _rows_of(stacks, state.p)))
+            rows, last = (_side_by_side(stacks, _transposed(each)) for each in (left, state.p))
+            p = _apart(stacks, _unit_columns(stacks, rows, heights, last))
         found = _apart(stacks, right)
         q, p = {path: found[path] for path in state.q}, {path: p[path] for path in state.p}
         return replaced(done, state=replaced(state, q=q, p=p, whole=done.state))
@@ -245,23 +272,23 @@ class powersgd(Sync):
         return min(self.rank, *matrix_shape(leaf))
 
     def _stacks(self, leaves: Leaves) -> Stacks:
-        # Stack only leaves that share a default gradient bucket: factors of other buckets are not there at that time.
         buckets = assign_buckets({path: leaves[path].nbytes for path in reversed(leaves)}, BUCKET_CAPS)
-        stacks: dict[object, dict[object, list[str]]] = {}
+        alike: dict[object, dict[int, dict[object, list[str]]]] = {}
         # Compiled, ranks with other shapes of data would send the factors of stacks in another order.
         is_compiling = torch.compiler.is_compiling()
         for path, leaf in leaves.items():
             if self._is_low_rank(leaf):
-                same = buckets[path], self._rank_of(leaf), leaf.dtype, leaf.device
                 is_small = not is_compiling and leaf.nbytes <= device_of(leaf.device).stacked_bytes
-                alike = matrix_shape(leaf) if is_small else path
-                stacks.setdefault(same, {}).setdefault(alike, []).append(path)
-        return [list(groups.values()) for groups in stacks.values()]
+                of_bucket = alike.setdefault((self._rank_of(leaf), leaf.dtype, leaf.device), {})
+                groups = of_bucket.setdefault(buckets[path], {})
+                groups.setdefault(matrix_shape(leaf) if is_small else path, []).append(path)
+        stacks = [[list(groups.values()) for groups in of_bucket.values()] for of_bucket in alike.values()]
+        return Stacks(list(chain(*stacks)), [list(chain(*stack)) for stack in stacks])
 
     def _matrices(self, leaves: Leaves) -> tuple[Stacks, list[Tensor]]:
         """Return the stacks, and the matrices of each of their groups, `[..., rows, columns]`."""
         stacks = self._stacks(leaves)
-        whole = {path: _compute(leaves[path]) for path in chain(*chain(*stacks))}
+        whole = {path: _compute(leaves[path]) for path in stacks.paths}
         # Row-major, since BLAS rounds products of a transposed matrix another way.
         m = {path: each.contiguous().reshape(matrix_shape(each)) for path, each in whole.items()}
         return stacks, _together(stacks, m)
@@ -271,11 +298,11 @@ class powersgd(Sync):
         if self.orthogonalization != "cholesky":
             some = [_compute(each) for each in _together(stacks, factors)]
             return [orthogonalize(each, self.orthogonalization, self.epsilon) for each in some]
-        found: Leaves = {}
-        for paths in [list(chain(*groups)) for groups in stacks]:
-            dtype = _compute_dtype(leaves[paths[0]].dtype)
-            found |= zip(paths, orthogonalize_all([factors[path] for path in paths], self.epsilon, dtype), strict=True)
-        return _together(stacks, found)
+        found: list[Tensor] = []
+        for groups in stacks.by_bucket:
+            dtype = _compute_dtype(leaves[groups[0][0]].dtype)
+            found += orthogonalize_all([[factors[path] for path in group] for group in groups], self.epsilon, dtype)
+        return found
 
     def _draw(self, name: str, leaf: Tensor, step: int, size: int) -> Tensor:
         """Return random unit columns for a factor of `leaf`: `[size, rank]`."""
@@ -309,42 +336,50 @@ def _rounded_like(leaves: Leaves, factors: Leaves) -> Leaves:
     return {path: rounded(each, leaves[path].dtype) for path, each in factors.items()}
 
 
-def _together(stacks: Stacks, factors: Leaves) -> list[Tensor]:
-    """Return the factors of each group as one tensor: `[count, ...]`, or one factor alone as it is."""
-    groups = [[factors[path] for path in group] for group in chain(*stacks)]
+def _transposed(factors: Leaves) -> Leaves:
+    return {path: each.mH for path, each in factors.items()}
+
+
+def _together(stacks: Stacks, matrices: Leaves) -> list[Tensor]:
+    """Return the matrices of each group as one tensor: `[count, ...]`, or one matrix alone as it is."""
+    groups = [[matrices[path] for path in group] for group in stacks.groups]
     return [torch.stack(group) if len(group) > 1 else group[0] for group in groups]
 
 
 def _apart(stacks: Stacks, groups: Sequence[Tensor]) -> Leaves:
     """Return the inverse of `_together`: views."""
     found: Leaves = {}
-    for paths, group in zip(chain(*stacks), groups, strict=True):
+    for paths, group in zip(stacks.groups, groups, strict=True):
         found |= zip(paths, group.unbind() if len(paths) > 1 else [group], strict=True)
     return found
 
 
-def _rows_of(stacks: Stacks, factors: Leaves) -> list[Tensor]:
-    """Return the factors `[size, rank]` of each stack transposed, side by side, contiguous: `[rank, sum of sizes]`."""
-    return [torch.cat([factors[path].mH for path in chain(*groups)], dim=1).resolve_conj() for groups in stacks]
+def _side_by_side(stacks: Stacks, rows: Leaves) -> list[Tensor]:
+    """Return transposed factors, each `[rank, size]`, of each stack side by side: `[rank, sum of sizes]`."""
+    return [
+        _compute(torch.cat([rows[path] for path in chain(*groups)], dim=1).resolve_conj()) for groups in stacks.whole
+    ]
 
 
-def _columns_of(stacks: Stacks, rows: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
-    """Return the inverse of `_rows_of` for each group, `[..., size, rank]`: views, except of complex numbers."""
+def _groups_of(stacks: Stacks, rows: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
+    """Return the inverse of `_side_by_side` for each group, `[..., rank, size]`: views."""
     found: list[Tensor] = []
-    for groups, stack in zip(stacks, rows, strict=True):
+    for groups, stack in zip(stacks.whole, rows, strict=True):
         counts = [(len(group), sizes[group[0]]) for group in groups]
-        split = stack.mH.split([count * size for count, size in counts])
-        shaped = [x.unflatten(0, shape) if shape[0] > 1 else x for x, shape in zip(split, counts, strict=True)]
-        found += [columns.resolve_conj() for columns in shaped]
+        parts = zip(stack.split([count * size for count, size in counts], dim=1), counts, strict=True)
+        found += [x.unflatten(1, shape).transpose(0, 1) if shape[0] > 1 else x for x, shape in parts]
     return found
 
 
-def _unit_columns(stacks: Stacks, rows: Leaves, fallback: Sequence[Tensor]) -> list[Tensor]:
-    """Return, by group, unit columns from transposed factors `[rank, size]`; a zero column is taken from `fallback`."""
-    sizes = {path: rows[path].shape[1] for path in chain(*chain(*stacks))}
-    scaled: list[Tensor] = []
-    for groups, others in zip(stacks, fallback, strict=True):
-        paths = list(chain(*groups))
-        whole = _compute(torch.cat([rows[path] for path in paths], dim=1))
-        scaled.append(unit_rows(whole, [sizes[path] for path in paths], fallback=others))
+def _columns_of(stacks: Stacks, rows: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
+    """Return the factors of each group, `[..., size, rank]`: views, except of complex numbers."""
+    return [each.mH.resolve_conj() for each in _groups_of(stacks, rows, sizes)]
+
+
+def _unit_columns(
+    stacks: Stacks, rows: Sequence[Tensor], sizes: Mapping[str, int], fallback: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return, by group, unit columns from transposed factors; a zero column is taken from `fallback`."""
+    widths = [[sizes[path] for path in chain(*groups)] for groups in stacks.whole]
+    scaled = [unit_rows(*each) for each in zip(rows, widths, fallback, strict=True)]
     return _columns_of(stacks, scaled, sizes)

@@ -1,20 +1,35 @@
-"""Passes 2, 3 and 5: drop unused nodes, remove nodes without effect, fuse residuals into one pass over memory."""
+"""Passes 2, 3 and 5: drop unused nodes, remove nodes without effect, fuse residuals into one pass over memory.
+
+Pass 3 also computes constants.
+"""
 
 import operator
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from fnddp.device import device_of
+from fnddp.ir.program import Held
 from fnddp.plan.draft import Draft
-from fnddp.plan.graph import call, is_tensor, is_view, output_nodes, placeholders, remove_dead, tensor_nodes, value
+from fnddp.plan.graph import (
+    call,
+    is_light,
+    is_tensor,
+    is_view,
+    output_nodes,
+    placeholders,
+    remove_dead,
+    tensor_nodes,
+    value,
+)
 from fnddp.plan.passes.combine import reaches
-from fnddp.torch_private import fake_like
+from fnddp.torch_private import fake_like, without_modes
 
 aten: Any = torch.ops.aten
 
+_FACTORIES = {aten.eye.default, aten.scalar_tensor.default}
 SMALLEST = 2**16  # number of elements from which on saving a pass over memory pays
 SAMPLE = 512  # number of rows and columns for a comparison of bits
 
@@ -50,8 +65,37 @@ def simplify(draft: Draft) -> Draft:
         changes_nothing = is_view(node) or _subtracts_zeros(node)
         if changes_nothing and is_tensor(source) and is_tensor(node) and _layout(source) == _layout(node):
             node.replace_all_uses_with(source)
+    _fold(draft)
     remove_dead(draft.graph)
     return draft
+
+
+def _fold(draft: Draft) -> None:
+    """Compute small tensors that depend on numbers of the pipeline's code only, and keep them in the plan."""
+    graph, made = draft.graph, dict[fx.Node, Tensor]()
+    for node in tensor_nodes(graph):
+        sources = node.all_input_nodes
+        is_literal = node.target is aten.lift_fresh_copy.default and sources[0].op == "get_attr"
+        is_known = node.target in _FACTORIES if not sources else all(source in made for source in sources)
+        if is_literal:
+            made[node] = draft.held[str(sources[0].target)]
+        elif is_known and getattr(node.target, "namespace", "") == "aten" and is_tensor(node) and is_light(node):
+            compute: Any = node.target
+            arguments: Any = fx.map_arg((node.args, node.kwargs), cast(Any, made.__getitem__))
+            with without_modes():
+                made[node] = compute(*arguments[0], **arguments[1])
+    for node in reversed(list(made)):  # constants, and views of them, must not be results, which are written over
+        if any(user not in made and (user.op == "output" or is_view(user)) for user in node.users):
+            del made[node]
+    held: dict[str, Tensor] = {}
+    for node, constant in made.items():
+        if any(user not in made for user in node.users):
+            with graph.inserting_before(node):
+                kept = graph.create_node("get_attr", f"constant_{node.name}")
+            kept.meta["val"] = value(node)
+            draft.names[kept], held[str(kept.target)] = Held(str(kept.target)), constant
+            node.replace_all_uses_with(kept)
+    draft.held = {**draft.held, **held}
 
 
 def _multiply_integers(node: fx.Node) -> None:
