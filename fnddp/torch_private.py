@@ -589,6 +589,12 @@ def optimizers_in_backward(parameter: Tensor) -> Sequence[torch.optim.Optimizer]
     return getattr(parameter, "_in_backward_optimizers", ())
 
 
+def cast_state(parameter: Tensor, key: str, value: Any, group: Mapping[str, Any]) -> Any:
+    """Return a value of an optimizer's state as its `load_state_dict` casts it for `parameter`, with these options."""
+    cast: Any = torch.optim.Optimizer._process_value_according_to_param_policy
+    return cast(parameter, value, 0, [{**group, "params": [0]}], key) if isinstance(value, Tensor) else value
+
+
 @contextmanager
 def without_step_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> Generator[None]:
     """Disable the step hooks of `optimizers` in the block, for a step that only fills their state."""

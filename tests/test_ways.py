@@ -177,14 +177,21 @@ def a_dead_wire(way: type[Way], rank: int, _: Path) -> Any:
     return go_on(rank, disturbed, straight)
 
 
-def an_error_in_the_update(way: type[Way], rank: int, _: Path) -> None:
-    """Some owners have updated theirs."""
+def an_error_in_the_update(way: type[Way], rank: int, folder: Path) -> None:
+    """Some owners have updated theirs: weights and states of two steps would be one checkpoint."""
     training, _ = two(way)
     if rank == 1:
         training.optimizer.param_groups[0]["momentum"] = "none"
     with pytest.raises(TypeError if rank == 1 else StepFailedError, match="str" if rank == 1 else "restart"):
         training.step(training.batch(rank, 1))
-    training.step(training.batch(rank, 2))
+    own_states = [training.keeper.optimizer_state_dict, training.keeper.optimizer_checkpoint().state_dict]
+    for use in (lambda: training.save(folder), *own_states):
+        with pytest.raises(RuntimeError, match="so there is no consistent checkpoint"):
+            use()
+    with pytest.raises(RuntimeError) as raised:
+        training.step(training.batch(rank, 2))
+    assert "clear them and continue" not in str(raised.value)  # which would say the opposite
+    raise raised.value
 
 
 # Gradients

@@ -1,6 +1,5 @@
 """The optimizers of `own`: parameters that a rank owns, and the second hop that sends their new weights."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from fnddp.adapters.owned_gradient import OwnedGradient
 from fnddp.adapters.owned_optimizer import OwnedOptimizer
 from fnddp.core.state import load_state_dict, state_dict
 from fnddp.core.sync import Sync
-from fnddp.core.tree import Leaves, changed
+from fnddp.core.tree import Leaves
 from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
 from fnddp.reducers.carriers import all_gather
@@ -29,9 +28,8 @@ class OwnedLeaves(OwnedOptimizer):
     Attributes:
         own: The parts that this rank owns, by name: parameters that share memory with the model's, or have their own.
         keeps_weights: True if the owner's weights are in separate memory, not in the model's.
-        others: A substitute of one element for each leaf of other ranks. The first one's gradient is 0 or NaN, so that
-            a loss scaler sees overflow on a rank that owns no gradient. Optimizer steps do not see it.
-        placeholders: The objects in `.grad` of those parameters of the model that have a gradient at their owners.
+        dtypes: The dtypes of owners' weights, by name.
+        removed: Placeholders that were removed from `.grad` during a backward, by name.
     """
 
     who = "own"
@@ -55,54 +53,27 @@ class OwnedLeaves(OwnedOptimizer):
         codecs = codecs_of(weights)
         self._is_exact = isinstance(codecs, all_gather)  # the second hop is lossless
         self.keeps_weights = not (self._is_exact and dtype in (None, *{p.dtype for p in self.parameters.values()}))
-        self.others: dict[str, nn.Parameter] = {}
-        self.placeholders: dict[str, OwnedGradient] = {}
-        self.zeroed: set[str] = set()  # leaves of other ranks with gradients set to zero
-        self._seen: Leaves = {}  # the model's values after the last step, if owners have separate memory
-        self._take(dtype)
+        self.dtypes = {name: dtype or p.dtype for name, p in self.parameters.items()}
+        self.removed: dict[str, OwnedGradient] = {}
+        for name, p in self.parameters.items():
+            rows, state = self._rows(name), optimizer.state.pop(p, None)
+            if rows.numel():
+                self.own[name] = nn.Parameter(rows.to(self.dtypes[name], copy=True) if self.keeps_weights else rows)
+                if state:
+                    optimizer.state[p] = {key: self.own_part(name, value) for key, value in state.items()}
         sync = with_halves(codecs, to_all(owners=owners)).over(group, unnamed_only=True)
         like = {name: self._sent_like(name, device="meta") for name in self.parameters}
         specs = {name: LeafSpec.of(self._sent_like(name)) for name in self.parameters}
         plans: Any = {"bucket_caps": bucket_caps, "donation": Donation(), "learns_order": False}
         self.engine = Engine(sync, specs, state=sync.init(like), groups=[group], lane=lane, **plans)
         self.engine.connect()
-        zero_grad = optimizer.zero_grad
-
-        @functools.wraps(zero_grad)
-        def zeroed(*args: Any, **kwargs: Any) -> None:
-            zero_grad(*args, **kwargs)
-            self.placeholders.clear()
-            for p in self.parameters.values():
-                p.grad = None
-
-        optimizer.zero_grad = zeroed  # pyright: ignore[reportAttributeAccessIssue]
+        self.note()
         self.take_over()
 
     def _sent_like(self, name: str, device: str | None = None) -> Tensor:
         p = self.parameters[name]
-        dtype = p.dtype if self._is_exact and not self.sends_differences else self._dtypes[name]
+        dtype = p.dtype if self._is_exact and not self.sends_differences else self.dtypes[name]
         return torch.empty(self.owners.sent_shape(name), dtype=dtype, device=device or p.device)
-
-    def _take(self, dtype: torch.dtype | None) -> None:
-        """Replace the optimizer's parameters by the parts that this rank owns, and cut its state accordingly."""
-        optimizer, before = self.optimizer, {id(p): name for name, p in self.parameters.items()}
-        self._dtypes = {name: dtype or p.dtype for name, p in self.parameters.items()}
-        for name, p in self.parameters.items():
-            rows = self._rows(name)
-            if rows.numel():
-                memory = rows.to(self._dtypes[name], copy=True) if self.keeps_weights else rows
-                self.own[name] = nn.Parameter(memory)
-                if self.keeps_weights:
-                    self._seen[name] = rows.clone()
-            state = optimizer.state.pop(p, None)
-            if state and name in self.own:
-                optimizer.state[self.own[name]] = {key: self.own_part(name, value) for key, value in state.items()}
-        for name, p in self.parameters.items():
-            if name not in self.own:
-                self.others[name] = nn.Parameter(torch.zeros((1,) * p.ndim, dtype=self._dtypes[name], device=p.device))
-        self.leaves = {**self.own, **self.others}
-        for each in optimizer.param_groups:
-            each["params"] = [self.leaves.get(before.get(id(p), ""), p) for p in each["params"]]
 
     # Steps
 
@@ -113,6 +84,8 @@ class OwnedLeaves(OwnedOptimizer):
     def update(self, step: Callable[[], Any]) -> Any:
         self._require_synchronized()
         self.follow()
+        for name, own in self.own.items():
+            own.grad = self.part_of_gradient(name)
         with self.alone():
             done = step()
         self.is_over = True
@@ -141,7 +114,6 @@ class OwnedLeaves(OwnedOptimizer):
 
     def _require_synchronized(self) -> None:
         """Raise a RuntimeError if a gradient was never synchronized."""
-        self.follow_cleared()
         for name, p in self.parameters.items():
             if (p.grad.added if isinstance(p.grad, OwnedGradient) else p.grad) is not None:
                 raise RuntimeError(
@@ -152,24 +124,17 @@ class OwnedLeaves(OwnedOptimizer):
     def _rows(self, name: str) -> Tensor:
         return self.owners.own(name, self.parameters[name].detach(), self.rank)
 
-    def _written(self) -> Leaves:
-        """Return this rank's rows of the model's weights, if owners have separate memory and these rows were changed.
+    def held(self) -> Leaves:
+        return {name: self._rows(name) for name in self.own} if self.keeps_weights else {}
 
-        Values are compared, because an evaluation may swap averaged weights in, and then the training weights again.
-        """
-        rows = {name: self._rows(name) for name in self._seen}
-        return {name: rows[name].to(self._dtypes[name], copy=True) for name in changed(rows, self._seen)}
-
-    def weights(self) -> Leaves:
-        return {**self.own, **self._written()}
+    def of_model(self, name: str) -> Tensor:
+        return self._rows(name).to(self.dtypes[name], copy=True)
 
     def follow(self, *, everything: bool = False) -> None:
-        for name, own in self.own.items():
-            if not self.keeps_weights and own.data_ptr() != (rows := self._rows(name)).data_ptr():
+        for name, own in ({} if self.keeps_weights else self.own).items():
+            if own.data_ptr() != (rows := self._rows(name)).data_ptr():
                 own.data = rows  # the model's `.data` was replaced
-        for name in self._seen if everything else self._written():
-            for each in (self.own[name].detach(), self._seen[name]):
-                each.copy_(self._rows(name))
+        super().follow(everything=everything)
 
     @property
     def codecs(self) -> dict[str, Any]:
@@ -181,37 +146,24 @@ class OwnedLeaves(OwnedOptimizer):
 
     # Gradients
 
-    def follow_cleared(self) -> None:
-        """Clear the gradients of parameters without their placeholder, for example after the module's `zero_grad`."""
-        zeroed = [name for name, each in self.placeholders.items() if self.parameters[name].grad is not each]
-        for name in zeroed:
-            del self.placeholders[name]
-            if name in self.own:
-                self.own[name].grad = None
-        if zeroed and not self.others.keys() & self.placeholders.keys():
-            for p in self.others.values():
-                p.grad = None
-
-    def clear(self, name: str) -> None:
-        """Record that the gradient of another rank's leaf is zero. Once all are zero, zero the substitute's too."""
-        self.zeroed.add(name)
-        if self.others.keys() & self.placeholders.keys() <= self.zeroed:
-            for p in self.others.values():
-                if p.grad is not None:
-                    p.grad.zero_()
+    def part_of_gradient(self, name: str) -> Tensor | None:
+        """Return the part of a gradient that this rank owns, if any."""
+        grad = self.parameters[name].grad
+        return grad.part if isinstance(grad, OwnedGradient) else None
 
     def remove_placeholders(self) -> None:
         """Remove placeholders from the model's parameters, because a backward accumulates there."""
-        self.follow_cleared()
-        for name, each in self.placeholders.items():
-            self.parameters[name].grad, each.added = each.added, None
+        for name, p in self.parameters.items():
+            if isinstance(each := p.grad, OwnedGradient):
+                self.removed[name] = each
+                p.grad, each.added = each.added, None
 
     def restore_placeholders(self) -> None:
         """Restore the placeholders that `remove_placeholders` removed; they keep unsynchronized gradients."""
-        for name, each in self.placeholders.items():
+        for name, each in self.removed.items():
             p = self.parameters[name]
-            if p.grad is not each:
-                p.grad, each.added = each, p.grad
+            p.grad, each.added = each, p.grad
+        self.removed.clear()
 
     @torch.inference_mode(False)  # plans keep memory, so it must not be made in inference mode
     @torch.no_grad()
@@ -240,5 +192,4 @@ class OwnedLeaves(OwnedOptimizer):
                 p.add_(value)
             elif self.keeps_weights or self.owners.owner(name) != self.rank:
                 p.copy_(value)
-        for name, seen in self._seen.items():
-            seen.copy_(self._rows(name))
+        self.note()

@@ -4,7 +4,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -14,17 +14,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fnddp.core import collectives
 from fnddp.core.state import on_cpu
-from fnddp.core.tree import Leaves, without_wrappers
+from fnddp.core.tree import Leaves, changed, without_wrappers
 from fnddp.device import device_of
 from fnddp.reducers.halves import Owners
 from fnddp.run.hops import OWNED, mark_owner, owned_in, owned_rows, require_own_state, require_shapes, unmark
-from fnddp.torch_private import between_step_hooks, untraced, without_step_hooks
+from fnddp.torch_private import between_step_hooks, cast_state, untraced, without_step_hooks
 from fnddp.wire import control
 from fnddp.wire.groups import live_group
 
-STATE, WEIGHTS, CODECS = "state.", "weights.", "codecs."
-Entries = dict[tuple[str, str, str], Any]
-"""Values of a checkpoint, by "state" or "weights", the name of the leaf, and the key in its state, or ""."""
+Entries = dict[tuple[str, ...], Any]
+"""Values of a checkpoint: `("state", leaf, key)` of an optimizer's state, and `("weights", leaf)` of its owner."""
 
 
 class OwnedOptimizer(ABC):
@@ -33,9 +32,8 @@ class OwnedOptimizer(ABC):
     A derived class is a layout: `own` has the leaves of a module, and `own_matrices` the shards of FSDP2.
 
     Attributes:
-        parameters: The model's parameters, by name.
-        own: The weights that this rank owns, by name.
-        leaves: The optimizer's parameters, by name. Those of owned leaves are the keys of their state.
+        parameters: The model's parameters, by name. They are in the optimizer's groups between steps.
+        own: The weights that this rank owns, by name. They are in these groups during a step.
         codecs: The state of the codecs of its hops.
         keeps_weights: True if owners have other weights than the model, so that a checkpoint needs them.
         failure: The error of a step that only some owners took.
@@ -43,7 +41,6 @@ class OwnedOptimizer(ABC):
     """
 
     who: ClassVar[str]  # the function that made it, for errors
-    leaves: Mapping[str, Any]
     keeps_weights: bool
     codecs: Any
     failure: BaseException | None = None
@@ -60,6 +57,7 @@ class OwnedOptimizer(ABC):
         self._model, self.optimizer, self.parameters, self.owners = model, optimizer, dict(parameters), owners
         self.group, self.rank = group, collectives.rank(group)
         self.own: dict[str, nn.Parameter] = {}
+        self._loaded: dict[str, Mapping[str, Any]] = {}  # the state of own leaves, while the optimizer loads the rest
 
     # The layout
 
@@ -72,19 +70,48 @@ class OwnedOptimizer(ABC):
         """Report the error of a step to the ranks that wait for this one."""
 
     @abstractmethod
-    def weights(self) -> Leaves:
-        """Return this rank's weights, or what was written to the model's instead. All ranks call it."""
+    def held(self) -> Leaves:
+        """Return this rank's part of the model's weights, if owners keep other weights."""
 
     @abstractmethod
-    def follow(self, *, everything: bool = False) -> None:
-        """Copy to this rank's weights what was written to the model's since the last step; `everything` copies all.
-
-        All ranks call it.
-        """
+    def of_model(self, name: str) -> Tensor:
+        """Return the model's weights of a leaf as its owner keeps them. All ranks call it, for the same leaves."""
 
     def whole(self, name: str, value: Any) -> Any:
         """Return a whole value of a state that this rank loads; all ranks call it."""
         return value
+
+    # Weights
+
+    @torch.no_grad()
+    def note(self) -> None:
+        """Remember the model's weights: the values of these that someone else writes are recognized later."""
+        self._noted = {name: value.clone() for name, value in self.held().items()}
+
+    def written(self) -> list[str]:
+        """Return the leaves that someone has written to in the model since the last step. All ranks call it.
+
+        Values are compared, because an evaluation may swap averaged weights in, and then the training weights again.
+        """
+        return changed(self.held(), self._noted)
+
+    def weights(self) -> Leaves:
+        """Return this rank's weights, or what was written to the model's instead. All ranks call it."""
+        return {**self.own, **{name: self.of_model(name) for name in self.written()}}
+
+    def follow(self, *, everything: bool = False) -> None:
+        """Copy to this rank's weights what was written to the model's; `everything` copies all. All ranks call it."""
+        names = self.held() if everything else self.written()
+        for name in names:
+            self.take(name, self.of_model(name))
+        if names:
+            self.note()
+
+    @torch.no_grad()
+    def take(self, name: str, value: Tensor) -> None:
+        """Set this rank's weights of a leaf, if it owns any."""
+        if name in self.own:
+            self.own[name].copy_(value)
 
     # Steps
 
@@ -105,8 +132,8 @@ class OwnedOptimizer(ABC):
         optimizer.step = MethodType(stepped, optimizer)  # a bound method, because schedulers wrap it in turn
         mark_owner(optimizer, self.who)
         optimizer.register_state_dict_post_hook(self._mark)
-        optimizer.register_load_state_dict_pre_hook(self._check_loaded)
-        optimizer.register_load_state_dict_post_hook(self._divide_loaded)
+        optimizer.register_load_state_dict_pre_hook(self._begin_load)
+        optimizer.register_load_state_dict_post_hook(self._end_load)
 
     @untraced
     def _step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,7 +163,7 @@ class OwnedOptimizer(ABC):
 
         Empty groups are left out, so that an optimizer can stack the gradients of a group.
         """
-        own_of = {self.leaves[name]: own for name, own in self.own.items() if names is None or name in names}
+        own_of = {self.parameters[name]: own for name, own in self.own.items() if names is None or name in names}
         state, groups = self.optimizer.state, [*self.optimizer.param_groups]
         held = [group["params"] for group in groups]
         for group in groups:
@@ -152,12 +179,13 @@ class OwnedOptimizer(ABC):
             for group, params in zip(groups, held, strict=True):
                 group["params"] = params
             for p, own in own_of.items():
+                own.grad = None
                 if own in state:
                     state[p] = state.pop(own)
 
     def require_same_parameters(self) -> None:
         """Raise a RuntimeError if the optimizer has a parameter without an owner."""
-        ids = {*map(id, (*self.leaves.values(), *self.parameters.values()))}
+        ids = {*map(id, self.parameters.values())}
         for p in (p for group in self.optimizer.param_groups for p in group["params"]):
             if p.requires_grad and id(p) not in ids:
                 raise RuntimeError(
@@ -178,7 +206,7 @@ class OwnedOptimizer(ABC):
     # States by index, as torch's own methods save and load them
 
     def _names_in(self, groups: Iterable[Mapping[str, Any]]) -> list[str | None]:
-        name_of = {id(p): name for name, p in self.leaves.items()}
+        name_of = {id(p): name for name, p in self.parameters.items()}
         return [name_of.get(id(p)) for group in groups for p in group["params"]]
 
     def _mark(self, of: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -195,22 +223,30 @@ class OwnedOptimizer(ABC):
         for group in saved["param_groups"]:
             group[OWNED] = mine
 
-    def _check_loaded(self, of: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    def _begin_load(self, of: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Check a state that is loaded, and keep it: torch would cast it to the dtype of the model's weights."""
         theirs = owned_in([*saved["param_groups"], saved])  # older files have it next to the groups
         require_own_state(self.who, of, theirs, self.owners, self.rank)
         indices = [i for group in saved["param_groups"] for i in group["params"]]
-        for i, name in zip(indices, self._names_in(of.param_groups), strict=False):  # torch checks the lengths
-            if name in self.own:
-                shapes = [self.owners.shape(name), self.own[name].shape]
-                require_shapes(self.who, of, name, shapes, saved["state"].get(i, {}))
+        name_of = dict(zip(indices, self._names_in(of.param_groups), strict=False))  # torch checks the lengths
+        self._loaded = {name: saved["state"].get(i, {}) for i, name in name_of.items() if name in self.own}
+        for name, state in self._loaded.items():
+            self.require_shapes(self.who, name, state)
+        return {**saved, "state": {i: x for i, x in saved["state"].items() if name_of.get(i) is None}}
 
-    def _divide_loaded(self, of: torch.optim.Optimizer) -> None:
+    def _end_load(self, of: torch.optim.Optimizer) -> None:
         """Keep this rank's part of a loaded state, for example of a complete one."""
         unmark(of)
-        for name, p in self.leaves.items():
-            state = of.state.pop(p, None)
-            if state is not None and name in self.own:
-                of.state[p] = {key: self.own_part(name, value) for key, value in state.items()}
+        group_of = {id(p): group for group in of.param_groups for p in group["params"]}
+        for name, state in self._loaded.items():
+            p, own = self.parameters[name], self.own[name]
+            for key, value in state.items():
+                of.state[p][key] = cast_state(own, key, self.own_part(name, value), group_of[id(p)])
+        self._loaded = {}
+
+    def require_shapes(self, who: str, name: str, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError if the state of a leaf has neither the shape of the leaf nor of this rank's part."""
+        require_shapes(who, self.optimizer, name, [self.owners.shape(name), self.own[name].shape], state)
 
     def own_part(self, name: str, value: Any) -> Any:
         """Return a copy of this rank's part of a value in the optimizer's state: its rows of a value like the leaf."""
@@ -221,23 +257,19 @@ class OwnedOptimizer(ABC):
 
     # States by name
 
-    def entries(self, *, filled: bool = False) -> "Entries":
-        """Return this rank's state and weights; if `filled`, a state to load into if there is none. All ranks call it.
-
-        That state comes from a step with learning rate 0, and is removed: Adam's next step would be its second.
-        """
+    def entries(self) -> Entries:
+        """Return this rank's state and weights. All ranks call it."""
         weights, found = self.weights() if self.keeps_weights else {}, Entries()
-        with self._filled() if filled else nullcontext():
-            for name in self.own:
-                for key, value in self.optimizer.state.get(self.leaves[name], {}).items():
-                    found["state", name, key] = value
-                if self.keeps_weights:
-                    found["weights", name, ""] = weights[name]
+        for name in self.own:
+            for key, value in self.optimizer.state.get(self.parameters[name], {}).items():
+                found["state", without_wrappers(name), key] = value
+            if self.keeps_weights:
+                found["weights", without_wrappers(name)] = weights[name]
         return found
 
     def named_groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups as torch saves them, on the CPU, with names of parameters."""
-        named = *self._model.named_parameters(), *self.parameters.items(), *self.leaves.items()  # frozen ones, too
+        named = *self._model.named_parameters(), *self.parameters.items()  # frozen ones, too
         name_of = {id(p): without_wrappers(name) for name, p in named}
         groups: list[dict[str, Any]] = []
         for group in self.optimizer.param_groups:
@@ -256,12 +288,16 @@ class OwnedOptimizer(ABC):
         return DTensor.from_local(value.detach(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     @contextmanager
-    def _filled(self) -> Generator[None]:
+    def filled(self) -> Generator[None]:
+        """Let the optimizer have a state to load into in the block, if there is none.
+
+        That state comes from a step with learning rate 0, and is removed: Adam's next step would be its second.
+        """
         if self.optimizer.state or not self.own:
             yield
             return
         groups = self.optimizer.param_groups
-        rates, grads = [group["lr"] for group in groups], {name: p.grad for name, p in self.own.items()}
+        rates = [group["lr"] for group in groups]
         try:
             for group in groups:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
@@ -273,8 +309,6 @@ class OwnedOptimizer(ABC):
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
-            for name, p in self.own.items():
-                p.grad = grads[name]
             self.optimizer.state.clear()
 
 
@@ -303,17 +337,37 @@ class OwnedStates:
         under "weights". Use `optimizer_checkpoint` instead if the state does not fit into a rank's memory.
         """
         self.require_consistent()
-        mine: dict[Any, Any] = {entry: value for each in self.owned for entry, value in each.entries().items()}
-        parts: dict[tuple[str, str, str], list[Any]] = {}
+        mine: Any = {entry: value for each in self.owned for entry, value in each.entries().items()}
+        parts: dict[tuple[str, ...], list[Any]] = {}
         for held in control.all_gather_object(on_cpu(mine), self.owned[0].group):
             for entry, value in held.items():
                 parts.setdefault(entry, []).append(value)
+        ndims = {without_wrappers(name): p.ndim for each in self.owned for name, p in each.parameters.items()}
+        whole: Entries = {}
+        for entry, (first, *others) in parts.items():
+            is_cut = others and isinstance(first, Tensor) and first.ndim == ndims[entry[1]]  # else the same on all
+            whole[entry] = torch.cat([first, *others]) if is_cut else first
+        return self._named(whole)
+
+    def local_state(self, stepped: Collection[torch.optim.Optimizer] = ()) -> dict[str, Any]:
+        """Return the same with the state of this rank's leaves only; those that are cut are DTensors.
+
+        Optimizers not in `stepped` that have no state get one to load into: see `optimizer_checkpoint`.
+        """
+        self.require_consistent()
+        mine: Entries = {}
+        for each in self.owned:
+            name_of = {without_wrappers(name): name for name in each.own}
+            with nullcontext() if each.optimizer in stepped else each.filled():
+                found = each.entries()
+            mine |= {entry: each.dtensor(name_of[entry[1]], value) for entry, value in found.items()}
+        return self._named(mine)
+
+    def _named(self, entries: Entries) -> dict[str, Any]:
         saved: dict[str, Any] = {"state": {}, "param_groups": self.groups(), "weights": {}}
-        ndims = {name: p.ndim for each in self.owned for name, p in each.parameters.items()}
-        for (kind, name, key), (first, *others) in parts.items():
-            is_cut = others and isinstance(first, Tensor) and first.ndim == ndims[name]  # else the same on all
-            of_kind = saved[kind] if kind == "weights" else saved[kind].setdefault(without_wrappers(name), {})
-            of_kind[key or without_wrappers(name)] = torch.cat([first, *others]) if is_cut else first
+        for (kind, *leaf, key), value in entries.items():
+            of_leaf = saved[kind].setdefault(leaf[0], {}) if leaf else saved[kind]
+            of_leaf[key] = value
         codecs = [each.codecs for each in self.owned]
         return saved | ({"codecs": codecs} if any(codecs) else {})
 
@@ -337,97 +391,42 @@ class OwnedStates:
                 f"parameters and those here {[len(g['params']) for g in mine]}, or their names differ; load it "
                 "with the same optimizers, in the same order"
             )
-        states: dict[str, dict[str, Any]] = {}
-        for each in self.owned:
+        states: list[dict[str, Any]] = [{} for _ in self.owned]
+        for each, state in zip(self.owned, states, strict=True):
             for name in each.parameters:
-                of_leaf = dict(saved["state"].get(saved_as := without_wrappers(name), {}))
+                of_leaf = saved["state"].get(without_wrappers(name), {})
                 of_leaf = {key: each.whole(name, value) for key, value in of_leaf.items()}
                 if name in each.own and of_leaf:
-                    shapes = [each.owners.shape(name), each.own[name].shape]  # an OptimizerCheckpoint saves rows
-                    require_shapes("load_optimizer_state_dict", each.optimizer, name, shapes, of_leaf)
-                    states[saved_as] = {key: each.own_part(name, value) for key, value in of_leaf.items()}
-        for i, each in enumerate(self.owned):
-            count, weights, codecs = len(each.optimizer.param_groups), saved.get("weights", {}), saved.get("codecs", [])
-            of_optimizer, groups = groups[:count], groups[count:]
-            names = [name for group in each.named_groups() for name in group["params"]]
-            state = {i: states[name] for i, name in enumerate(names) if name in states}
-            held = each.optimizer.state_dict()["param_groups"]  # with indices of parameters
-            indexed = [
-                mine | {k: group.get(k, v) for k, v in mine.items() if k != "params"}
-                for group, mine in zip(of_optimizer, held, strict=True)
-            ]
-            each.optimizer.load_state_dict({"state": state, "param_groups": indexed})
+                    each.require_shapes("load_optimizer_state_dict", name, of_leaf)
+                    state[without_wrappers(name)] = of_leaf
+        weights, codecs = saved.get("weights", {}), saved.get("codecs", [])
+        for i, (each, state) in enumerate(zip(self.owned, states, strict=True)):
+            held = each.named_groups()
+            of_optimizer, groups = groups[: len(held)], groups[len(held) :]
+            for mine, group in zip(held, of_optimizer, strict=True):
+                mine |= {key: group[key] for key in mine if key in group and key != "params"}
+            each.optimizer.load_state_dict({"state": state, "param_groups": held})
             each.follow(everything=True)  # another second hop saved no owners' weights
-            for name, own in each.own.items():
-                if each.keeps_weights and (whole := weights.get(without_wrappers(name))) is not None:
-                    own.detach().copy_(each.own_part(name, whole))
+            for name in each.own if each.keeps_weights else ():
+                if (whole := weights.get(without_wrappers(name))) is not None:
+                    each.own[name].detach().copy_(each.own_part(name, whole))
             if i < len(codecs) and codecs[i].keys() == each.codecs.keys():
                 each.codecs = codecs[i]
 
-    def optimizer_checkpoint(self) -> "OptimizerCheckpoint":
-        """Return the state of all optimizers for torch.distributed.checkpoint, without gathering it anywhere.
+    def load_local_state(self, saved: Mapping[str, Any]) -> None:
+        """Load the result of `local_state`, with the values of a checkpoint."""
+        rows = {name: {key: _local(x) for key, x in of.items()} for name, of in saved["state"].items()}
+        weights = {name: _local(x).clone() for name, x in saved.get("weights", {}).items()}  # loaded in place
+        self.load_optimizer_state_dict({**saved, "state": rows, "weights": weights})
 
-        Before the first step it is the state after a step with learning rate 0, as torch saves it. Loaded, that step
-        counts; `fnddp.integrations.checkpoint.save` records that there was none.
+    def optimizer_checkpoint(self) -> Any:
+        """Return a `Stateful` of torch.distributed.checkpoint for the state of all optimizers. It is gathered nowhere.
+
+        Each rank saves and loads the leaves that it owns. Those that are cut by rows are DTensors, so any number of
+        ranks can load them. Before the first step it is the state after a step with learning rate 0, as torch saves it.
+        Loaded, that step counts; `fnddp.integrations.checkpoint.save` records that there was none.
         """
-        return OptimizerCheckpoint(self)
-
-
-class OptimizerCheckpoint:
-    """A `torch.distributed.checkpoint.stateful.Stateful`: each rank saves, and loads, the leaves that it owns.
-
-    Leaves that are cut by rows are DTensors, so any number of ranks can load them.
-
-    Attributes:
-        stepped: Optimizers that have taken a step on some rank. Their leaves without a state are saved without one.
-        left_out: Names of leaves without a state in the checkpoint; no state is loaded for them.
-        saved: Keys of the checkpoint to load, if another second hop may have saved it, so that entries can be missing;
-            None if it has all of them.
-    """
-
-    def __init__(self, states: OwnedStates) -> None:
-        self._states = states
-        self.stepped: Collection[torch.optim.Optimizer] = ()
-        self.left_out: Collection[str] = ()
-        self.saved: Collection[str] | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the leaves of all owners."""
-        return [without_wrappers(name) for each in self._states.owned for name in each.parameters]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's leaves, by name; of an optimizer without a state, one to load into."""
-        self._states.require_consistent()
-        saved: dict[str, Any] = {}
-        for i, each in enumerate(self._states.owned):
-            for (kind, name, key), value in each.entries(filled=each.optimizer not in self.stepped).items():
-                saved_as = without_wrappers(name)
-                if kind == "weights" or saved_as not in self.left_out:
-                    saved[".".join((kind, saved_as, *([key] if key else ())))] = each.dtensor(name, value)
-            saved |= {f"{CODECS}{i}.{key}": value for key, value in each.codecs.items()}
-        if (there := self.saved) is not None:
-            anew = (CODECS,) if any(key.startswith(WEIGHTS) for key in there) else (CODECS, WEIGHTS)
-            saved = {key: value for key, value in saved.items() if key in there or not key.startswith(anew)}
-        return saved | {"param_groups": self._states.groups()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the state of the leaves that this rank owns."""
-        state: dict[str, dict[str, Any]] = {}
-        weights: dict[str, Tensor] = {}
-        codecs: list[dict[str, Any]] = []
-        for i, each in enumerate(self._states.owned):
-            codecs.append({key: state_dict.get(f"{CODECS}{i}.{key}", value) for key, value in each.codecs.items()})
-            for name in map(without_wrappers, each.own):
-                begin = f"{STATE}{name}."
-                entries = {key.removeprefix(begin): key for key in state_dict if key.startswith(begin)}
-                if entries:
-                    state[name] = {key: _local(state_dict[entry]) for key, entry in entries.items()}
-                if f"{WEIGHTS}{name}" in state_dict:
-                    weights[name] = _local(state_dict[f"{WEIGHTS}{name}"]).clone()  # loaded in place, into the owner's
-        groups = state_dict["param_groups"]
-        saved = {"state": state, "param_groups": groups, "weights": weights, "codecs": codecs}
-        self._states.load_optimizer_state_dict(saved)
+        return SimpleNamespace(state_dict=self.local_state, load_state_dict=self.load_local_state)
 
 
 def _local(value: Any) -> Any:

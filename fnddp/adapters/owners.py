@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import takewhile
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from fnddp.adapters.module.steps import Steps
 from fnddp.adapters.module.wrapper import DistributedDataParallel
-from fnddp.adapters.owned_gradient import OthersGradient, OwnedGradient
+from fnddp.adapters.owned_gradient import OwnedGradient
 from fnddp.adapters.owned_leaves import OwnedLeaves
 from fnddp.adapters.owned_optimizer import OwnedStates
 from fnddp.core import collectives
@@ -77,7 +76,8 @@ class _OwnerSteps(Steps):
         assert step is not None
         step.watch(False)  # makes ranks agree on NaN or infinity: loss scalers skip on all ranks or none
         done = super()._end()
-        self.owners.begin_gradients(step.found_nonfinite)
+        self.owners.is_nonfinite = step.found_nonfinite
+        self.owners.norms.clear()
         return done
 
     def _write(self, done: Synchronized, taken: Any) -> None:
@@ -93,7 +93,7 @@ class OwnerDataParallel(OwnedStates, DistributedDataParallel):
     """A wrapped module that sends gradients to the ranks that own them, and receives weights from them: see `own`.
 
     It is a `fnddp.DistributedDataParallel`: `no_sync`, `weight`, `plan`, `sync_state` and the rules for failures are
-    the same. The optimizer's parameters hold the gradients; `.grad` of the model's parameters holds placeholders.
+    the same. `.grad` of its parameters holds placeholders, with the parts of gradients that this rank owns.
     """
 
     owned: Sequence[OwnedLeaves]
@@ -114,9 +114,8 @@ class OwnerDataParallel(OwnedStates, DistributedDataParallel):
         self._half = to_their_owners(leaves, owners)
         super().__init__(module, sync=gradients, **options)
         self._steps.owners = self  # pyright: ignore[reportAttributeAccessIssue]
-        self._is_nonfinite: Tensor | bool = False
-        self._norms: dict[float, dict[str, Tensor]] = {}  # gathered, but not used yet
-        self._has_others: set[OwnedLeaves] = set()  # with a substitute's gradient of this backward
+        self.is_nonfinite: Tensor | bool = False  # true if some rank has received NaN or infinity in the last backward
+        self.norms: dict[float, dict[str, Tensor]] = {}  # gathered, but not used yet
         shared = self._group, master_dtype, self._bucket_caps, self._engine.lane, self._begin_step
         self.owned = [
             OwnedLeaves(module, optimizer, parameters, each, weights, *shared)
@@ -128,18 +127,16 @@ class OwnerDataParallel(OwnedStates, DistributedDataParallel):
     # Steps of optimizers
 
     def _begin_step(self, sharded: OwnedLeaves) -> None:
-        self._steps.settle()
-        self._steps.require_same_world()
-        device = device_of(self.device)
-        if sharded.keeps_weights or len(self.owned) > 1:
-            device.refuse_capture("own compares weights, or the optimizers that ranks step, on the host")
-        self._require_same_optimizer(sharded)
-
-    def _require_same_optimizer(self, sharded: OwnedLeaves) -> None:
         """Raise a RankMismatchError on all ranks, before anything changes, unless all step the same optimizer.
 
         Messages of two optimizers may have the same size, so ranks could otherwise mix them up.
         """
+        self._steps.settle()
+        self._steps.require_same_world()
+        if sharded.keeps_weights or len(self.owned) > 1:
+            device_of(self.device).refuse_capture(
+                "own compares weights, or the optimizers that ranks step, on the host"
+            )
         if len(self.owned) == 1 or world_size(self._group) == 1:
             return
         place = self.owned.index(sharded)
@@ -159,44 +156,23 @@ class OwnerDataParallel(OwnedStates, DistributedDataParallel):
 
     # Gradients
 
-    def begin_gradients(self, is_nonfinite: Tensor | bool) -> None:
-        """Start receiving means; `is_nonfinite` is true if some rank received NaN or infinity."""
-        self._is_nonfinite, self._has_others = is_nonfinite, set()
-        self._norms.clear()
-
     def receive(self, name: str, mean: Tensor, sparse_dims: int | None) -> None:
-        """Add the mean to the gradient of this rank's own parameter; put a placeholder in the model's `.grad`."""
+        """Put a placeholder in the model's `.grad`, and add the mean to the part of it that this rank owns."""
         sharded = self._of[name]
-        p = sharded.parameters[name]
-        sharded.zeroed.discard(name)
-        if name not in sharded.placeholders:
-            sharded.placeholders[name] = OwnedGradient(name, p, self)
-        p.grad = sharded.placeholders[name]
-        own = sharded.own.get(name)
-        if own is None:
-            if sharded in self._has_others:
-                return
-            self._has_others.add(sharded)
-            own, sparse_dims = next(iter(sharded.others.values())), None
-            mean = torch.zeros_like(own)
-        mean = mean.to(own.dtype)
-        if self._is_nonfinite is not False:  # NaN on some rank: loss scalers of all ranks must see it
-            mean = torch.where(torch.as_tensor(self._is_nonfinite, device=mean.device), math.nan, mean)
-        if sparse_dims is None and mean.stride() != own.stride():
-            mean = torch.empty_like(own).copy_(mean)
-        mean = mean if sparse_dims is None else mean.to_sparse(sparse_dims)
-        mean = mean if own.grad is None else own.grad + mean
-        own.grad = mean if name in sharded.own else OthersGradient(mean)
-
-    def change_gradient(self, name: str, change: Callable[[Tensor], object], *, clears: bool) -> None:
-        """Apply `change` to this rank's part of a gradient, if it owns one; `clears` if the result is zero."""
-        self._norms.clear()
-        sharded = self._of[name]
-        own = sharded.own.get(name)
-        if own is not None and own.grad is not None:
-            change(own.grad)
-        elif clears:
-            sharded.clear(name)
+        p, own, made = sharded.parameters[name], sharded.own.get(name), sharded.removed.pop(name, None)
+        if made is None:
+            made = OwnedGradient(name, p, self, sharded.dtypes[name])
+        # Loss scalers of all ranks must see NaN on some rank.
+        made.is_nonfinite = self.is_nonfinite if made.is_nonfinite is False else made.is_nonfinite | self.is_nonfinite
+        if own is not None:
+            mean = mean.to(own.dtype)
+            if self.is_nonfinite is not False:
+                mean = torch.where(torch.as_tensor(self.is_nonfinite, device=mean.device), math.nan, mean)
+            if sparse_dims is None and mean.stride() != own.stride():
+                mean = torch.empty_like(own).copy_(mean)
+            mean = mean if sparse_dims is None else mean.to_sparse(sparse_dims)
+            made.part = mean if made.part is None else made.part + mean
+        p.grad = made
 
     @torch.no_grad()
     def norm_of_gradient(self, name: str, order: float) -> Tensor:
@@ -204,19 +180,17 @@ class OwnerDataParallel(OwnedStates, DistributedDataParallel):
 
         The same collective gathers the norms of all leaves, because clipping needs the next ones right after this.
         """
-        left = self._norms.get(order, {})
+        left = self.norms.get(order, {})
         if name not in left:
-            left = self._norms[order] = self._gather_norms(order)
-        for before in [*takewhile(lambda each: each != name, left)]:
-            del left[before]
+            left = self.norms[order] = self._gather_norms(order)
         return left.pop(name)
 
     def _gather_norms(self, order: float) -> dict[str, Tensor]:
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.module.parameters()) else torch.float32
         mine = torch.zeros(len(self._of), device=self.device, dtype=dtype)
         for i, (name, each) in enumerate(self._of.items()):
-            if name in each.own and (grad := each.own[name].grad) is not None:
-                mine[i] = torch.linalg.vector_norm(grad, order)
+            if (part := each.part_of_gradient(name)) is not None:
+                mine[i] = torch.linalg.vector_norm(part, order)
         every = collectives.all_gather(mine, self._group)  # [ranks, leaves]
         norms: dict[str, Tensor] = {}
         for i, (name, each) in enumerate(self._of.items()):
@@ -235,12 +209,6 @@ class OwnerDataParallel(OwnedStates, DistributedDataParallel):
         """
         return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type, error_if_nonfinite)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model, and of the parameters of its optimizers."""
-        super().zero_grad(set_to_none)
-        for each in self.owned:
-            each.optimizer.zero_grad(set_to_none)
-
     # Reports
 
     @property
@@ -255,8 +223,8 @@ class OwnerDataParallel(OwnedStates, DistributedDataParallel):
         return [each.optimizer for each in self.owned]
 
     def owned_by(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-        """Return the parameters of an optimizer that this rank owns."""
-        return [p for each in self.owned if each.optimizer is optimizer for p in each.own.values()]
+        """Return those parameters of an optimizer of which this rank owns a part, so has a state."""
+        return [each.parameters[name] for each in self.owned if each.optimizer is optimizer for name in each.own]
 
     @property
     def weight_plans(self) -> list[Plan | None]:

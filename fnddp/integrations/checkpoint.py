@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 
 from fnddp.adapters.checkpoint import BEGIN_ANEW, Checkpoint, HasCheckpoint
 from fnddp.adapters.handle import HasPipeline
-from fnddp.adapters.owned_optimizer import STATE, OptimizerCheckpoint
 from fnddp.adapters.owners import OwnerDataParallel
 from fnddp.core.group import group_name
 from fnddp.core.sync import Sync
@@ -178,12 +177,14 @@ def load(
         dcp.load(state, checkpoint_id=folder, process_group=group, planner=reading)
         if_known = DefaultLoadPlanner(allow_partial_load=True)
         dcp.load(stepped, checkpoint_id=folder, process_group=group, planner=if_known)
-        if not isinstance(model, OwnerDataParallel):  # that was loaded in place
-            moments = state.get(_OPTIMIZER, {})
+        moments = state.get(_OPTIMIZER, {})
+        if not isinstance(model, OwnerDataParallel):
             with without_step_hooks(stepping):
                 options = StateDictOptions(strict=False)  # DCP found all requests; some parameters have no state
                 weights = state[_MODEL]
                 set_state_dict(model, stepping, model_state_dict=weights, optim_state_dict=moments, options=options)
+        elif moments:
+            model.load_local_state(moments)
     except BaseException as error:
         _clear(fresh)
         for each, states in before.items():
@@ -215,9 +216,10 @@ def _state(
     optimizers: Sequence[Optimizer],
     checkpoint: Checkpoint | None,
     more: Mapping[str, Any] | None,
+    stepped: Collection[Optimizer] = (),
 ) -> dict[str, Any]:
-    if isinstance(model, OwnerDataParallel):
-        weights, moments = get_model_state_dict(model), _of_owners(model, optimizers)
+    if isinstance(model, OwnerDataParallel):  # a rank may own only leaves that no step has used
+        weights, moments = get_model_state_dict(model), _of_owners(model, optimizers, stepped)
     else:
         with _filling(optimizers):
             weights, moments = get_state_dict(model, optimizers)
@@ -244,13 +246,18 @@ def _to_save(
     if isinstance(model, OwnerDataParallel):
         model.require_consistent()
     fresh = _without_state(optimizers)
-    stepped = [each not in fresh for each in optimizers]
+    has_stepped = [each not in fresh for each in optimizers]
+    if dist.is_initialized():
+        everyone: list[list[bool]] = control.all_gather_object(has_stepped, group_name(group))
+        has_stepped = [any(has) for has in zip(*everyone, strict=True)]
     try:
-        state = _state(model, optimizers, checkpoint, more)
+        stepped = [each for each, has in zip(optimizers, has_stepped, strict=True) if has]
+        state = _state(model, optimizers, checkpoint, more, stepped)
     finally:
         _clear(fresh)
+    state[_STEPPED] = has_stepped
     if not dist.is_initialized():
-        return state | {_STEPPED: stepped}
+        return state
     memories = {buffer.untyped_storage().data_ptr() for buffer in model.buffers() if not isinstance(buffer, DTensor)}
     buffers = [
         name
@@ -259,13 +266,9 @@ def _to_save(
         and not isinstance(value, DTensor)
         and value.untyped_storage().data_ptr() in memories
     ]
-    everyone: list[tuple[list[str], list[bool]]] = control.all_gather_object((buffers, stepped), group_name(group))
-    written = {name for before, _ in everyone[: dist.get_rank(group)] for name in before}
-    weights = {name: value for name, value in state[_MODEL].items() if name not in written}
-    has_stepped = [any(has) for has in zip(*(has for _, has in everyone), strict=True)]
-    if isinstance(of_owners := state.get(_OPTIMIZER), OptimizerCheckpoint):  # this rank may own only unused parameters
-        of_owners.stepped = [each for each, has in zip(optimizers, has_stepped, strict=True) if has]
-    return state | {_MODEL: weights, _STEPPED: has_stepped}
+    of_ranks: list[list[str]] = control.all_gather_object(buffers, group_name(group))
+    written = {name for before in of_ranks[: dist.get_rank(group)] for name in before}
+    return state | {_MODEL: {name: value for name, value in state[_MODEL].items() if name not in written}}
 
 
 def _given(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
@@ -314,25 +317,24 @@ def _has_some_state(model: nn.Module, optimizer: Optimizer) -> bool:
 
 
 def _leave_out_unsaved(state: Mapping[str, Any], saved: Collection[str]) -> None:
-    """Drop the state of parameters without saved state, if others have saved state, so that it is not requested."""
+    """Do not request the state of parameters without saved state, if others have some, or what other hops lack."""
     moments = state.get(_OPTIMIZER)
     if moments is None:
         return
-    if isinstance(moments, OptimizerCheckpoint):
-        moments.saved = {key.removeprefix(f"{_OPTIMIZER}.") for key in saved}
-    of_leaf = moments.names if isinstance(moments, OptimizerCheckpoint) else [*moments["state"]]
-    begin, names, with_state = f"{_OPTIMIZER}.{STATE}", {*of_leaf}, set[str]()
-    for key in (key.removeprefix(begin).split(".") for key in saved if key.startswith(begin)):
-        found = names.intersection(accumulate(key, "{}.{}".format))  # its state may be nested
-        if not found:  # of another model: DCP names the missing keys
-            return
-        with_state |= found
-    left_out = [name for name in of_leaf if name not in with_state] if with_state else []
-    if isinstance(moments, OptimizerCheckpoint):
-        moments.left_out = left_out
-    else:
-        for name in left_out:
-            del moments["state"][name]
+    begin, names, with_state = f"{_OPTIMIZER}.", {x for of in moments["param_groups"] for x in of["params"]}, set[str]()
+    there = {key.removeprefix(begin) for key in saved if key.startswith(begin)}
+    for kind, *key in (each.split(".") for each in there):
+        if kind == "state":
+            found = names.intersection(accumulate(key, "{}.{}".format))  # its state may be nested
+            if not found:  # of another model: DCP names the missing keys
+                return
+            with_state |= found
+    for name in names - with_state if with_state else ():
+        moments["state"].pop(name, None)
+    if not any(key.startswith("weights.") for key in there):
+        moments.pop("weights", None)
+    for i, codecs in enumerate(moments.get("codecs", ())):
+        moments["codecs"][i] = {key: x for key, x in codecs.items() if f"codecs.{i}.{key}" in there}
 
 
 def _without_state(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -346,12 +348,14 @@ def _clear(optimizers: Sequence[Optimizer]) -> None:
         each.state.clear()
 
 
-def _of_owners(model: OwnerDataParallel, given: Sequence[Optimizer]) -> OptimizerCheckpoint | None:
+def _of_owners(
+    model: OwnerDataParallel, given: Sequence[Optimizer], stepped: Collection[Optimizer]
+) -> dict[str, Any] | None:
     owned = model.optimizers
     if given and {*map(id, given)} != {*map(id, owned)}:
         names, all_names = (", ".join(type(each).__name__ for each in some) for some in (given, owned))
         raise ValueError(f"a model of own saves all its optimizers ({all_names}) or none, got {names}; pass all")
-    return model.optimizer_checkpoint() if given else None
+    return model.local_state(stepped) if given else None
 
 
 def _checkpoint(model: nn.Module, sync: HasCheckpoint | None, group: dist.ProcessGroup | None) -> Checkpoint:

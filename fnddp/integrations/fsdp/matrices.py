@@ -1,8 +1,8 @@
 """Muon on FSDP2's shards: owners have whole matrices during a step; after it, matrices are shards again."""
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain, zip_longest
 from typing import Any
 from zlib import crc32
@@ -20,14 +20,10 @@ from fnddp.core.group import group_name
 from fnddp.core.state import describe
 from fnddp.core.sync import Sync
 from fnddp.core.table import Cut, Hop, Table
-from fnddp.core.tree import Leaves, changed, without_wrappers
+from fnddp.core.tree import Leaves, without_wrappers
 from fnddp.integrations.fsdp.unit import layers_of
 from fnddp.reducers.halves import Owners, to_all
-from fnddp.run.hops import (
-    options_of,
-    require_ownable,
-    second_hop,
-)
+from fnddp.run.hops import options_of, owners_of, require_ownable, second_hop
 from fnddp.run.vote import StepFailedError
 from fnddp.transforms.memory import ef21
 from fnddp.wire import control
@@ -54,8 +50,8 @@ class Matrices(OwnedOptimizer, OwnedStates):
         weights: Sync,
         bucket_cap: float,
     ) -> None:
-        n, costs = collectives.world_size(group), {x: float(p.numel() * min(p.shape)) for x, p in parameters.items()}
-        owners = Owners.in_order(parameters, n, costs)
+        n = collectives.world_size(group)
+        owners = owners_of(parameters, optimizer, n, lambda _, p: p.numel() * min(p.shape), cut=False)
         super().__init__(model, optimizer, parameters, owners, group)
         self._groups = groups
         self._shards = Owners(n, owners.shapes, ())  # rows of each matrix, as FSDP cuts it
@@ -66,12 +62,15 @@ class Matrices(OwnedOptimizer, OwnedStates):
         self._seen: Leaves = {}  # their values in the shards, for differences
         self._rounds = self._rounds_of(bucket_cap)
         self._steps = 0  # by which codecs draw random numbers
-        self._noted: Leaves = {}  # shards after the last step: loading into them leaves no other trace
-        self._begun = False  # until then any optimizer state is of shards
-        self._gather(self.parameters)
-        self._kept: BaseException | None = None  # an error of a codec of this rank, until its messages are sent
-        self._course: Generator[list[str]] | None = None  # of a step, once ranks have agreed to begin
-        self.owned, self.leaves = [self], self.parameters
+        for name, p in self.parameters.items():
+            state = {key: self.whole(name, value) for key, value in optimizer.state.pop(p, {}).items()}  # of shards
+            if owners.owner(name) == self.rank:
+                self.own[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device))
+                if state:
+                    optimizer.state[p] = state
+        self.follow(everything=True)
+        self._error: BaseException | None = None  # of this rank, until it has sent the messages of the step
+        self.owned = [self]
         self.take_over()
 
     def _rounds_of(self, cap: float) -> list[list[str]]:
@@ -100,35 +99,17 @@ class Matrices(OwnedOptimizer, OwnedStates):
         mean, _ = to_all(group=self.group, owners=self._shards)({name: value.to_local().detach()}, ())
         return mean[name]
 
-    def _gather(self, names: Iterable[str]) -> None:
-        """Gather the whole matrices `names` from all shards: at first all, later those with shards written by others.
-
-        Owners keep the other matrices: these are more exact than their shards if codecs round the messages.
-        """
-        for name in names:
-            p = self.parameters[name]
-            whole = self.whole(name, p)
-            of_shards = {} if self._begun else self.optimizer.state.pop(p, {})
-            state = {key: self.whole(name, value) for key, value in of_shards.items()}
-            if self.owners.owner(name) != self.rank:
-                continue
-            if name in self.own:
-                self.own[name].detach().copy_(whole)
-            else:
-                self.own[name] = nn.Parameter(whole.clone())
-                if state:
-                    self.optimizer.state[p] = state
-            if self._sends_differences:
-                self._seen[name] = whole.clone()
-        self._begun = True
-        self._note()
-
-    def _note(self) -> None:
-        self._noted = {name: shard.clone() for name, shard in self._held().items()}
-
     @torch.no_grad()
-    def _held(self) -> Leaves:
+    def held(self) -> Leaves:
         return {name: p.to_local() for name, p in self.parameters.items()}
+
+    def of_model(self, name: str) -> Tensor:
+        return self.whole(name, self.parameters[name])
+
+    def take(self, name: str, value: Tensor) -> None:
+        super().take(name, value)
+        if name in self.own and self._sends_differences:
+            self._seen[name] = value.clone()
 
     # A step
 
@@ -140,59 +121,39 @@ class Matrices(OwnedOptimizer, OwnedStates):
                 "parameter; load_state_dict without assign=True, or make the optimizer and call own_matrices after it"
             )
         self.follow()
-        self.is_over, self._course, done = False, self._exchanges(), None
-        for names in self._course:
-            self._raise_kept()
-            with self.alone(names):
-                done = step()
-            for own in self.own.values():
-                own.grad = None
-        self._raise_kept()
-        self.is_over = True
-        self._end(failed=False)
-        self._note()
-        self._steps, self._course = self._steps + 1, None
+        done = None
+        try:
+            for names in self._exchanges():
+                if self._error is None:  # otherwise the other ranks still wait for messages
+                    with self.alone(names), self._keeping_errors():
+                        done = step()
+            what = "failed, and owners have updated theirs: restart from a checkpoint"
+            self._agree(what, failed=self._error is not None)
+        except BaseException as error:
+            self.failure = self._error or error
+            with torch.no_grad():
+                for name, shard in self.held().items():
+                    shard.copy_(self._noted[name])
+            raise self.failure from None
+        self.note()
+        self._steps += 1
         return done
 
-    def fail(self, error: BaseException) -> None:
-        if self._course is None:  # nothing has changed
-            with suppress(Exception):  # there is one already
-                self._agree("", failed=True)
-            return
-        with suppress(Exception):
-            try:
-                for _ in self._course:
-                    pass
-            finally:
-                self._end(failed=True)
-        self.failure = error
-
-    def weights(self) -> Leaves:
-        return {**self.own, **{name: self.whole(name, self.parameters[name]) for name in self._written()}}
-
-    def follow(self, *, everything: bool = False) -> None:
-        self._gather(self.parameters if everything else self._written())
-
-    def _end(self, *, failed: bool) -> None:
-        """Keep the new shards if the step has succeeded on all ranks; else restore the old ones."""
+    @contextmanager
+    def _keeping_errors(self) -> Generator[None]:
         try:
-            self._agree("failed, and owners have updated theirs: restart from a checkpoint", failed=failed)
+            yield
         except BaseException as error:
-            self.failure = error
-            with torch.no_grad():
-                for name, shard in self._held().items():
-                    shard.copy_(self._noted[name])
-            raise
+            self._error = error
 
-    def _written(self) -> list[str]:
-        """Return the matrices with shards that changed since the last step on some rank. All ranks must call it."""
-        written = changed(self._held(), self._noted)
+    def fail(self, error: BaseException) -> None:
+        with suppress(Exception):  # there is one already
+            self._agree("", failed=True)
+
+    def written(self) -> list[str]:
+        mine = super().written()
         self.is_over = True  # this message reports the errors of all ranks
-        return self._agree("refused to begin, and nothing has changed", written)
-
-    def _raise_kept(self) -> None:
-        if self._kept is not None:
-            raise self._kept
+        return self._agree("refused to begin, and nothing has changed", mine)
 
     def _agree(self, what: str, changed: Collection[str] = (), *, failed: bool = False) -> list[str]:
         """Return the matrices that have changed on some rank; raise on all ranks if one has `failed`."""
@@ -293,11 +254,9 @@ class Matrices(OwnedOptimizer, OwnedStates):
 
     def _encoded(self, layers: Layers, x: Tensor, key: Key, _: Tensor | None = None) -> Encoded:
         """Return `x` encoded, or zeros of that form after an error, because other ranks wait for the message."""
-        if self._kept is None:
-            try:
+        if self._error is None:
+            with self._keeping_errors():
                 return encode(layers, x, key)
-            except Exception as error:
-                self._kept = error
         like = encode(layers, torch.empty_like(x, device="meta"), key)
         return Encoded(
             {part: torch.zeros_like(each, device=x.device) for part, each in like.payload.items()}, like.decode
