@@ -136,7 +136,7 @@ def table(found: dict[str, Any]) -> str:
     target = common(found)
     dense = reached(found["arms"][DDP]["curve"], target)
     lines = [
-        f"| training with | minutes to a loss of {target:.2f} | of DDP's time "
+        f"| training with | minutes to a loss of {target:.3f} | of DDP's time "
         f"| loss after {found['steps']} steps | GB sent |",
         "|---|--:|--:|--:|--:|",
     ]
