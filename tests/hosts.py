@@ -83,5 +83,5 @@ def all_said(processes: Sequence[subprocess.Popen[str]], seconds: float) -> list
 
 def complaints(errors: str) -> list[str]:
     """What a command writes beside its output and its progress, but that a lowering took long on a busy machine."""
-    usual = r"\.\.\. |lowered .* in [\d.]+ s, which happens once"
+    usual = r"\.\.\. |made a plan of .* in [\d.]+ s; this happens once"
     return [line for line in errors.splitlines() if not re.match(usual, line)]

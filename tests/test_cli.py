@@ -356,7 +356,7 @@ def test_a_dumb_terminal_gets_text_alone(said: Callable[..., tuple[str, str]], t
     text, progress = said(60, *demo)
     require_fit(text, 60)
     assert "\r" in progress
-    assert max(map(len, re.split(r"[\r\n]|lowered .*", ESCAPES.sub("", progress)))) <= 60
+    assert max(map(len, re.split(r"[\r\n]|made a plan .*", ESCAPES.sub("", progress)))) <= 60
     assert not {"\x1b", "\r"} & set("".join(said(60, *demo, TERM="dumb")))
 
 

@@ -165,7 +165,7 @@ def test_the_verdict_is_what_auto_takes_and_what_is_faster() -> None:
 def test_ranks_of_a_launcher_are_not_told_to_use_one(at: RankInfo | None, capsys: pytest.CaptureFixture[str]) -> None:
     examination.show(replace(findings(), hosts=["here", "here"]), Ranks(at, 2), "transformer")
     said = " ".join(capsys.readouterr().out.split())
-    assert "fnddp plan auto --link 200mbit" in said
+    assert "fnddp plan auto --ranks N --link 200mbit --model transformer" in said
     assert ("run fnddp doctor under torchrun" in said) == (at is None)
 
 

@@ -368,6 +368,7 @@ NEEDED = {
     "run/step.py _start wait": with_backward_on_several_streams,
     "run/step.py commit wait": with_the_module,
     "run/step.py commit keep": reading_old_means_late,
+    "run/step.py commit keep, the last": within_a_callable,
     "run/step.py watch wait": told_of_what_is_not_finite,
     "run/step.py watch keep": told_of_what_is_not_finite,
     "run/step.py _ingest wait": with_the_module,

@@ -240,13 +240,15 @@ def run(
     """Run a training script of your own over a slow link.
 
     Starts the script once for each rank, with the variables of torchrun. Each rank has a network of its own on this
-    machine, with a link of that rate to the others (Linux, root). Prints at the end the time, and the
-    bytes that each rank has sent over its link.
+    machine, with a link of that rate to the others (Linux, root). Prints at the end the time, with that of
+    starting processes, and the bytes that each rank has sent over its link.
     """
+    import sys
     from time import perf_counter
 
     from fnddp.cli import launch, network, terminal
     from fnddp.cli import script as of_user
+    from fnddp.show.text import count
 
     if not script.is_file():
         raise WrongArgument(f"there is no script {script}")
@@ -254,6 +256,7 @@ def run(
         raise WrongArgument("--link loopback: use torchrun if no slow link is needed, or give one, such as 200mbit")
     launch.check_ranks(ranks, link=link)
     with network.shaped_hosts(ranks, link) as hosts:
+        print(f"... starting {count(ranks, 'rank')} over links of {link}", file=sys.stderr, flush=True)
         begin = perf_counter()
         of_user.run(script, arguments or (), hosts)
         seconds = perf_counter() - begin

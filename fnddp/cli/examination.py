@@ -163,7 +163,9 @@ def show(findings: Findings, of: Ranks, model: str) -> None:
         echo(verdict(findings))
         if len(set(findings.hosts)) == 1:
             cluster = "; on a cluster, run fnddp doctor under torchrun" if of.at is None else ""
-            echo(f"These ranks share a machine. For another link: fnddp plan auto --link 200mbit --ranks N{cluster}")
+            elsewhere = f"--link 200mbit --model {model}"
+            echo(f"These ranks share a machine. For another link: fnddp plan auto --ranks N {elsewhere}{cluster}")
+            echo(f"To time steps over an emulated link, as root: fnddp bench {elsewhere}")
 
 
 def lines(findings: Findings, of: Ranks) -> list[str]:

@@ -497,9 +497,9 @@ class Engine:
         self._observer.show(plan)
         if (seconds := perf_counter() - begun) > SLOW_SECONDS:
             warn(
-                "lowered %r for %s in %.1f s, which happens once for each phase and order of gradients",
+                "made a plan of %r for %s in %.1f s; this happens once for each phase and order of gradients",
                 self.sync,
-                count(len(self.leaves), "leaf", "leaves"),
+                count(len(self.leaves), "gradient"),
                 seconds,
             )
         return program
