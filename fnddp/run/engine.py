@@ -546,8 +546,9 @@ def _lane_of_functions(world: tuple[Any, ...]) -> Lane:
 
     Functions share lanes because programs create functions by the thousand, and a process group is never freed.
     """
-    for gone in [each for each in _functions if any(ref is not None and ref() is None for ref in each)]:
-        del _functions[gone]
+    for each in list(_functions):  # a copy: other threads may add worlds meanwhile
+        if any(ref is not None and ref() is None for ref in each):
+            _functions.pop(each, None)
     lanes = _functions.setdefault(world, [])
     lane = next((lane for lane in lanes if lane.begun == lane.ended and lane.broken is None), None)
     if lane is None:
