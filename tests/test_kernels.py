@@ -84,14 +84,16 @@ def lists_in_the_interpreter(texts: list[str]) -> None:
         finite = [[each.nan_to_num(0, 1e4, -1e4) for each in of] for of in added]
         stored = [encoded(each) for each in finite[1]]
         small = [[each[i] for each in stored] for i in range(2)]
-        calls += tuple((ENCODE_SUM, of, (decay, rank, *draws)) for decay in (1.0, 0.9) for of in (added, [x, *small]))
+        in_int8 = [[x, *small]] if dtype == torch.float32 else []  # an operation takes long here
+        calls += tuple((ENCODE_SUM, of, (decay, rank, *draws)) for decay in (1.0, 0.9) for of in (added, *in_int8))
         for decay, found in ((0.9, torch.tensor(False)), (1.0, torch.tensor(True))):
             calls += ((RESIDUAL, [payload, moved, again, x, residual, []], (rank, n, decay, found)),)
             sent = [
                 [torch.nan_to_num(part, 1, 1, 1) if part.is_floating_point() else part for part in of]
                 for of in (payload, moved, again)
             ]
-            calls += ((RESIDUAL, [*sent, finite[0], *small], (rank, n, decay, found)),)
+            if in_int8:
+                calls += ((RESIDUAL, [*sent, finite[0], *small], (rank, n, decay, found)),)
         for each, lists, ranks in (*calls, (SENT, [payload, moved, again], (rank, n))):
             out = [with_gaps([part])[0] for part in each.like(codec, *lists, *given, *ranks)]
             assert each.kernel(codec, *lists, *given, *ranks, out=out), (text, dtype, counts)
@@ -320,6 +322,7 @@ def in_few_passes() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("what", "interpret"),
     [
