@@ -288,10 +288,11 @@ def kernel(
 
 def _tiles(places: tuple[Place, ...], many: int) -> list[int]:
     """Return for each program its leaf, and its first block of that leaf."""
-    return _first_blocks([-(-place.width // place.unit) for place in places], many)
+    return first_blocks([-(-place.width // place.unit) for place in places], many)
 
 
-def _first_blocks(blocks: Sequence[int], many: int) -> list[int]:
+def first_blocks(blocks: Sequence[int], many: int) -> list[int]:
+    """Return for each program its leaf, and the first of its `many` blocks; leaves have `blocks` each."""
     return [at for leaf, n in enumerate(blocks) for first in range(0, n, many) for at in (leaf, first)]
 
 
@@ -334,7 +335,7 @@ def run(
     if in_int8 and what == "residual_leaves":
         any_kernel = residual_in_int8
         sizes = tuple(factor.numel() for factor in given["factor"])
-        tiles = on_device((sizes, "int8"), lambda: _first_blocks(sizes, ROWS_IN_INT8), torch.int32, device)
+        tiles = on_device((sizes, "int8"), lambda: first_blocks(sizes, ROWS_IN_INT8), torch.int32, device)
         any_kernel[(tiles.numel() // 2,)](
             leaves_on_device, tiles, *scale, *strides[0], *moved, *strides[1], *again, rank, ranks, decay, is_kept, n,
             by_inverse, DTYPES[dtype], ROWS_IN_INT8, *form[1:], FORMATS[form.codec][1], **UNFUSED,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fnddp.kernels.blocks import first_blocks
 from fnddp.kernels.constants import on_device
 
 ELEMENTS = 16384  # of a program
@@ -51,12 +52,10 @@ def run(old: Sequence[Tensor], new: Sequence[Tensor], found: Tensor, out: Sequen
         entries.append((*(each.data_ptr() for each in three), three[0].numel(), width, *strides))
     device, counts = out[0].device, tuple(entry[3] for entry in entries)
 
-    def places() -> list[int]:
-        return [at for i, n in enumerate(counts) for first in range(-(-n // ELEMENTS)) for at in (i, first)]
-
     table = tuple(number for entry in entries for number in entry)
     entries_on_device = on_device(table, lambda: table, torch.int64, device)
-    tiles = on_device(("keep", counts), places, torch.int32, device)
+    blocks = [-(-n // ELEMENTS) for n in counts]
+    tiles = on_device(("keep", counts), lambda: first_blocks(blocks, 1), torch.int32, device)
     launched, grid = cast(Any, kernel), (tiles.numel() // 2,)
     if grid[0]:
         launched[grid](entries_on_device, tiles, found.view(torch.uint8), WORDS[out[0].itemsize], ELEMENTS)

@@ -325,9 +325,9 @@ class Step:
             for each in [*means.values(), *parts]:
                 if isinstance(each, Tensor):
                     program.device.keep(each, current)
-            for each in self.parts:  # their stream need not be the current one, which has waited
-                if isinstance(each, Tensor):
-                    program.device.keep(each, stream)
+            for old, new in zip(self.parts, parts, strict=True):  # the stream of `old` need not have waited, too
+                if isinstance(old, Tensor) and old is not new:
+                    program.device.keep(old, stream)
         if self._vote is not None and program.device.is_asynchronous and not self._captures:
             with self._on_side_stream():  # after everything that other ranks wait for
                 self.notice = self._vote.notice()
