@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -10,11 +11,13 @@ _PEERS = {
     "integrations/huggingface.py": "accelerate",  # with the next two in `fnddp[test]`
     "integrations/lightning.py": "lightning",
     "integrations/torchft.py": "torchft",
-    "kernels/blocks.py": "triton",
-    "kernels/formats.py": "triton",
+} | {
+    f"kernels/{file.name}": "triton"
+    for file in (Path(__file__).parent / "fnddp/kernels").glob("*.py")
+    if "import triton\n" in file.read_text()
 }
 
-collect_ignore_glob = [f"fnddp/{files}" for files, peer in _PEERS.items() if find_spec(peer) is None]
+collect_ignore = [f"fnddp/{file}" for file, peer in _PEERS.items() if find_spec(peer) is None]
 
 
 @pytest.fixture(autouse=True)
