@@ -1,8 +1,8 @@
-"""Detect NaN and infinity in a step, and mark means that must not be applied."""
+"""Detect NaN and infinity in a step, keep memory from before it, and mark means that must not be applied."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fnddp.core.tree import is_inexact
 from fnddp.device import Device
+from fnddp.kernels.keep import KEEP
 from fnddp.torch_private import FOREACH
 
 aten: Any = torch.ops.aten
@@ -30,6 +31,19 @@ def _real(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
     return tensor if tensor.itemsize > 1 else tensor.float()
+
+
+def kept(old: Sequence[Any], new: Sequence[Any], found: Tensor | bool) -> list[Any]:
+    """Return `old` if `found` is true, otherwise `new`. If only a device knows that, ints are always those of `new`.
+
+    >>> kept([torch.ones(1), 3], [torch.zeros(1), 4], torch.tensor(True))
+    [tensor([1.]), 4]
+    """
+    if isinstance(found, bool):
+        return list(old if found else new)
+    befores, afters = ([each for each in of if isinstance(each, Tensor)] for of in (old, new))
+    tensors = iter(KEEP(befores, afters, found))
+    return [next(tensors) if isinstance(part, Tensor) else part for part in new]
 
 
 def spoil(tensors: Iterable[Tensor], found: Tensor | bool) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor, is_grad_enabled
 from fnddp.core.tree import Leaves, is_inexact
 from fnddp.device import Stream
 from fnddp.ir.program import Collective, Segment
-from fnddp.kernels.keep import KEEP
-from fnddp.run.nonfinite import has_nonfinite, spoil
+from fnddp.run.nonfinite import has_nonfinite, kept, spoil
 from fnddp.run.program import BoundSegment, Program, UnexpectedGradient
 from fnddp.run.vote import StepFailedError, Vote
 from fnddp.show.trace import Observer, profiled
@@ -389,12 +388,9 @@ class Step:
         has_plan, remembered = self._program.plan is not None, self._remembered
         if remembered and not has_plan:  # received values are unknown, and means are equal on ranks
             self.found_nonfinite = self.found_nonfinite | has_nonfinite(means.values(), self._program.device)
-        if self.found_nonfinite is True:
-            for i in remembered:
-                parts[i] = self.parts[i]
-        elif remembered and not has_plan and isinstance(self.found_nonfinite, Tensor):
+        if self.found_nonfinite is True or not has_plan:
             old, new = ([of[i] for i in remembered] for of in (self.parts, parts))
-            for i, part in zip(remembered, KEEP(old, new, self.found_nonfinite), strict=True):
+            for i, part in zip(remembered, kept(old, new, self.found_nonfinite), strict=True):
                 parts[i] = part
 
     def finish(self) -> Synchronized:

@@ -16,11 +16,10 @@ from fnddp.core import collectives, tree
 from fnddp.core.sync import State, Sync, require_takes_weight
 from fnddp.device import device_of
 from fnddp.integrations.fsdp.unit import Sending, Unit
-from fnddp.kernels.keep import KEEP
 from fnddp.plan.draft import Donation
 from fnddp.reducers.all_reduce import none
 from fnddp.run.engine import Engine
-from fnddp.run.nonfinite import has_nonfinite, spoil
+from fnddp.run.nonfinite import has_nonfinite, kept, spoil
 from fnddp.run.step import Step, applying
 from fnddp.torch_private import fsdp_groups
 from fnddp.transforms.weighted import weighted
@@ -256,16 +255,9 @@ class Reduction:
         """Keep the new states; if a rank found NaN or infinities, keep the old ones and put NaN into gradients."""
         reductions = self._reductions
         reductions.close()
-        if isinstance(found_nonfinite, Tensor):
-            before = tree.flatten_any({name: reductions.states[name] for name in self.states})[0]
-            after, structure = tree.flatten_any(self.states)
-            at = [i for i, part in enumerate(after) if isinstance(part, Tensor)]
-            kept = KEEP([before[i] for i in at], [after[i] for i in at], found_nonfinite)
-            for i, part in zip(at, kept, strict=True):
-                after[i] = part
-            self.states = tree.unflatten_any(structure, after)
-        if found_nonfinite is not True:
-            reductions.states |= self.states
+        before = tree.flatten_any({name: reductions.states[name] for name in self.states})[0]
+        after, structure = tree.flatten_any(self.states)
+        reductions.states |= tree.unflatten_any(structure, kept(before, after, found_nonfinite))
         if found_nonfinite is not False:
             spoil([_local(p.grad) for p, _ in self._before if p.grad is not None], found_nonfinite)
 
