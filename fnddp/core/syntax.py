@@ -1,9 +1,12 @@
 """The syntax of pipelines as text. Imports no torch: commands check it before they do."""
 
 import ast
+import threading
 
 MAX_LENGTH = 100_000
 PIPELINE = "a pipeline; write for example fp16(allreduce)"
+
+_lock = threading.Lock()  # threads share one count of recursion in CPython 3.11's ast (SystemError: ... mismatch)
 
 
 def expression_of(text: str, wanted: str = PIPELINE) -> tuple[str, ast.expr]:
@@ -20,7 +23,8 @@ def expression_of(text: str, wanted: str = PIPELINE) -> tuple[str, ast.expr]:
     if not text:
         raise problem(text, 1, 0, f"the text is empty, expected {wanted}")
     try:
-        return text, ast.parse(text, mode="eval").body
+        with _lock:
+            return text, ast.parse(text, mode="eval").body
     except SyntaxError as error:
         raise problem(text, error.lineno or 1, (error.offset or 1) - 1, error.msg) from error
     except (RecursionError, MemoryError, ValueError) as error:
