@@ -305,12 +305,14 @@ SCENARIOS = [
 # A node alone: see GROUPS; what is a scenario; and means that are no gradients of a module.
 LEFT_OUT = ("hierarchical", "weighted", *HALVES)
 REGISTERED = [text for name, text in EXAMPLES.items() if name not in LEFT_OUT]
+OTHERS = [text for text in (*TEXTS, *PERIODIC, *GROUPS) if text not in (POWERSGD, QUANTIZED)]
+# Each scenario with several rounds, with two hops, and with two of the others in turn.
 CASES = [
-    *product(SCENARIOS, [*TEXTS, *PERIODIC, *GROUPS]),
-    *product([with_the_module], REGISTERED),
+    *product(SCENARIOS, [POWERSGD, QUANTIZED]),
+    *((each, OTHERS[i % 4 + more]) for i, each in enumerate(SCENARIOS) for more in (0, 4)),
+    *product([with_the_module], [*OTHERS, *REGISTERED]),
 ]
-CASES.remove((weighted, GROUPS[0]))  # means over levels have no weights
-CASES.remove((weighted, GROUPS[1]))
+CASES = [case for case in dict.fromkeys(CASES) if case[0] is not weighted or case[1] not in GROUPS]  # no weights there
 
 
 def require_no_race(scenario: Callable[[str, Checker], None], text: str) -> None:
