@@ -322,7 +322,8 @@ def with_two_levels(rank: int, device: str, text: str) -> Any:
 PIPELINES = ["allreduce", POWERSGD, QUANTIZED, LOSSY]
 STREAMING = "streaming_diloco(quantize(two_shot, bits=4), every=4, fragments=2, delay=3, alpha=0.5)"
 WAYS_IN = [
-    *product(("module", "register", "value_and_grad", "jit"), PIPELINES),
+    *product(("module",), PIPELINES),
+    *product(("register", "value_and_grad", "jit"), (POWERSGD, QUANTIZED)),  # which have the same engine
     ("own", "two_shot"),
     ("compress_shards", "bf16(two_shot)"),
     *(("own_matrices", text) for text in ("allgather", "ef21(quantize(allgather, bits=4))")),
