@@ -26,8 +26,8 @@ import fnddp
 from fnddp.cli import digits
 from fnddp.integrations.torchft import DistributedDataParallel
 
-KILLED_AT = 60  # the step in which replica 1 dies, the first time, or a later one if it starts late
-TOGETHER = 100  # training ends when both have taken so many steps in a row
+KILLED_AT = 30  # the step in which replica 1 dies, the first time, or a later one if it starts late
+TOGETHER = 40  # training ends when both have taken so many steps in a row
 SECONDS = timedelta(seconds=20)
 SYNC = "error_feedback(powersgd(bf16(allreduce), rank=2))"
 
