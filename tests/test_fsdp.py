@@ -44,24 +44,6 @@ def test_the_plain_mean_is_that_of_hsdp(rank: int, sync: str, options: dict[str,
     assert torch.equal(local(ours), local(native))
 
 
-@pytest.mark.parametrize(
-    "sync", [repr(SYNC), "error_feedback(quantize(two_shot, bits=4))", "shared_momentum(topk(allgather, ratio=0.2))"]
-)
-@on_ranks(4)
-def test_replicas_stay_equal_with_any_pipeline(rank: int, sync: str) -> None:
-    mesh = meshes(2, 2)
-    model = sharded(mesh["shard"])
-    replicas = compress_replicas(model, sync, mesh["replicate"])
-    train(model, batches(4))
-    everyone = everyones(local(model))
-    assert torch.equal(everyone[0], everyone[2])
-    assert torch.equal(everyone[1], everyone[3])
-    plan = replicas.plan
-    assert plan is not None
-    assert plan.wire_bytes < 4 * sum(p.to_local().numel() for p in model.parameters())
-    assert {c.group for c in plan.collectives} == {mesh["replicate"].get_group().group_name}
-
-
 @on_ranks(4)
 def test_unused_and_kept_gradients(rank: int) -> None:
     """As torch's DDP: unused on one replica counts as zero, on both it stays None; kept gradients add up."""
