@@ -4,8 +4,6 @@ References are torch's optimizers on every rank with the exact mean, and torch's
 """
 
 import copy
-import os
-import signal
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
@@ -27,7 +25,6 @@ from fnddp.integrations.checkpoint import async_save, load, save
 from fnddp.integrations.fsdp import own_matrices
 from fnddp.laws import bits, gather
 from fnddp.reducers.halves import with_halves
-from fnddp.simulation.ranks import RankFailed
 from tests.models import alike, assert_equal_on_ranks, stacks
 from tests.ranks import on_ranks
 from tests.sharded import meshes
@@ -721,19 +718,6 @@ def test_owners_have_what_allgather_gives_to_all(rank: int, text: str):
     for name, leaf in mean.items():
         if name != "d" or text == "two_shot":
             assert torch.equal(own[name], owners.own(name, leaf, rank)), name
-
-
-def test_a_rank_that_dies_is_an_error_on_the_others(gloo: Any):
-    with pytest.raises(RankFailed, match="CollectiveError|RuntimeError"):
-        gloo(2, _dies, may_die=True)
-
-
-def _dies(rank: int) -> None:
-    owned = Owned(EXACT)
-    owned.step(rank, 0)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    owned.step(rank, 1)
 
 
 class Branches(nn.Module):
