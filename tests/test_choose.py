@@ -203,13 +203,6 @@ def test_ranks_that_do_not_all_ask_for_it_raise(slow: None) -> None:
         run_threads(2, lambda rank: fnddp.DistributedDataParallel(_net(), sync=("auto", fnddp.allreduce)[rank]))
 
 
-def test_a_text_is_the_pipeline_that_it_describes() -> None:
-    model = fnddp.DistributedDataParallel(_net(), sync="bf16(allreduce)")
-    assert model.sync == fnddp.bf16(fnddp.allreduce)
-    model.sync = "allreduce"
-    assert model.sync == fnddp.allreduce
-
-
 @pytest.mark.parametrize("text", ["autoo", "automatic", "Auto", "bf16(auto)", "bf16(autoo)"])
 def test_who_writes_about_auto_is_told_what_it_is_and_needs(text: str) -> None:
     is_inside = r'"auto" cannot be part of a pipeline. .* running ranks, fnddp.choose\('

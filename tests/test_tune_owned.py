@@ -130,14 +130,6 @@ def test_hops_with_a_warm_up_and_optimizers_that_own_refuses_are_errors() -> Non
         final_loss(twice, fnddp.allreduce, 2, 0, 1)
 
 
-def test_exact_hops_train_as_the_mean_does() -> None:
-    losses = [
-        final_loss(line_problem(), way_of(text, own=own), 2, 1, 6)
-        for text, own in (("allreduce", False), ("two_shot, allgather", True))
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
 def test_without_muon_exact_hops_stay() -> None:
     problem = replace(line_problem(), optimizer=partial(torch.optim.SGD, lr=0.1))
     found = tune(problem, [], own=True, link=Link.parse("20kbit"), ranks=2, steps=2, seeds=(0,))
