@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ def has_nonfinite(tensors: Iterable[Tensor], device: Device) -> Tensor | bool:
         return False
     if not device.is_asynchronous:
         return not all(math.isfinite(each) for tensor in some for each in tensor.aminmax())  # NaN propagates
-    wide = reduce(torch.promote_types, (tensor.dtype for tensor in some), torch.float32)
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in some) else torch.float32
     largest = some[0].new_empty(len(some), dtype=wide)
     for tensor, place in zip(some, largest, strict=True):
         torch.linalg.vector_norm(tensor, math.inf, dtype=wide, out=place)
