@@ -14,8 +14,10 @@ import fnddp
 from fnddp import error_feedback, every, from_hook
 from fnddp.core import tree
 from fnddp.core.sync import REMEMBERED, State
+from fnddp.device import Accelerator, Device
 from fnddp.kernels.keep import KEEP, KEEP_INTO
 from fnddp.laws import bits, weight_of
+from fnddp.run.nonfinite import has_nonfinite
 from tests.pipelines import EXAMPLES
 from tests.ranks import on_ranks
 from tests.rings import one_of
@@ -144,3 +146,22 @@ def test_memory_is_kept_to_the_bit(found: bool, over: str | None) -> None:
         else:
             KEEP_INTO(old, new, torch.tensor(found), out=out)
         assert bits(out) == wanted
+
+
+@pytest.mark.parametrize("kind", [Device, Accelerator])
+def test_nan_and_infinity_are_found_among_the_largest_numbers(kind: type[Device]) -> None:
+    """In payloads of several dtypes at once. Sums of the largest numbers would be infinite."""
+    device = kind(torch.device("cpu"))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.complex64):
+        x = torch.full((1000,), torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
+        others = [
+            torch.full((3,), -torch.finfo(torch.float64).max, dtype=torch.float64),
+            torch.arange(3),
+            torch.empty(0),
+        ]
+        assert not has_nonfinite([x, *others], device)
+        for odd in (math.nan, math.inf, -math.inf):
+            spoilt = x.clone()
+            spoilt[77] = odd
+            assert has_nonfinite([x, spoilt, *others], device)
+    assert has_nonfinite([torch.arange(3)], device) is False

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fnddp.core.tree import is_inexact
 from fnddp.device import Device
+from fnddp.kernels.constants import on_device
 from fnddp.kernels.keep import KEEP
 from fnddp.torch_private import FOREACH
 
@@ -18,12 +19,16 @@ aten: Any = torch.ops.aten
 
 def has_nonfinite(tensors: Iterable[Tensor], device: Device) -> Tensor | bool:
     """Return whether an element of `tensors` is infinite or NaN. On an accelerator the result is a scalar there."""
-    extremes = [each for tensor in tensors if tensor.numel() for each in _real(tensor).aminmax()]  # NaN propagates
-    if not extremes:
+    some = [_real(tensor) for tensor in tensors if tensor.numel() and is_inexact(tensor)]
+    if not some:
         return False
     if not device.is_asynchronous:
-        return not all(map(math.isfinite, map(float, extremes)))
-    return ~torch.stack([each.to(torch.float32) for each in extremes]).isfinite().all()
+        return not all(math.isfinite(each) for tensor in some for each in tensor.aminmax())  # NaN propagates
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in some) else torch.float32
+    largest = some[0].new_empty(len(some), dtype=wide)
+    for tensor, place in zip(some, largest, strict=True):
+        torch.linalg.vector_norm(tensor, math.inf, dtype=wide, out=place)
+    return (largest * 0).any()  # NaN propagates and is true; infinity * 0 is NaN
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -59,5 +64,6 @@ def spoil(tensors: Iterable[Tensor], found: Tensor | bool) -> None:
         if tensor.numel() and is_inexact(tensor):
             firsts[tensor.dtype].append(tensor.detach().as_strided((1,), (1,), tensor.storage_offset()))
     for dtype, some in firsts.items():
-        factor = torch.where(torch.as_tensor(found, device=some[0].device), math.nan, 1.0)
-        FOREACH[aten.mul.Tensor][1](some, factor.to(dtype))
+        nan, one = on_device("spoil", lambda: (math.nan, 1.0), dtype, some[0].device)
+        factor = torch.where(torch.as_tensor(found, device=some[0].device), nan, one)
+        FOREACH[aten.mul.Tensor][1](some, factor)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, is_grad_enabled
 
-from fnddp.core.tree import Leaves, is_inexact
+from fnddp.core.tree import Leaves
 from fnddp.device import Stream
 from fnddp.ir.program import Collective, Segment
 from fnddp.run.nonfinite import has_nonfinite, kept, spoil
@@ -450,7 +450,8 @@ class Step:
             self._wait_all()
             with torch.no_grad(), self._on_side_stream():
                 nonfinite = has_nonfinite(self._program.received(self._buffers), self._program.device)
-                nonfinite = nonfinite | self._gave_nonfinite
+                if self._gave_nonfinite is not False:
+                    nonfinite = nonfinite | self._gave_nonfinite
         self._has_voted = True
         if self._captures and not isinstance(nonfinite, Tensor):  # it can neither fail nor lack a gradient
             self._wait_all()
@@ -515,7 +516,7 @@ class Step:
             scaled = partial(torch.mul, other=self._scale) if self._scale else torch.zeros_like  # zeros also for NaN
             pending = [(i, grad if inputs[i].is_own else scaled(grad)) for i, grad in pending]
         if self._watches and program.hides_nonfinite:
-            self._gave_nonfinite |= has_nonfinite([grad for _, grad in pending if is_inexact(grad)], program.device)
+            self._gave_nonfinite |= has_nonfinite((grad for _, grad in pending), program.device)
         for position, grad in pending:
             each = inputs[position]
             register = each.register

@@ -162,7 +162,7 @@ class Vote:
         On an accelerator the result is a scalar tensor there: the current stream waits for it, but the host does not.
         """
         if isinstance(self._is_nonfinite, Tensor) and self.groups and not self._is_over:
-            return self._gathered()[:, _NONFINITE].amax() > 0
+            return self._gathered()[:, _NONFINITE].amax().view(torch.bool)
         return self._is_nonfinite
 
     def notice(self) -> Callable[[], bool] | None:
