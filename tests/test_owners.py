@@ -248,6 +248,18 @@ def test_weights_in_float32_at_their_owner_alone(rank: int, dtype: torch.dtype, 
 
 
 @on_ranks(2)
+def test_weights_and_states_of_all_leaves_are_in_the_master_dtype(rank: int):
+    """Also if a leaf of the model has it already, in a state from before `own`, and for complex leaves."""
+    leaves = {"narrow": torch.bfloat16, "wide": torch.float32, "pairs": torch.complex64}
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(4, dtype=dtype)) for name, dtype in leaves.items()})
+    owned = fnddp.own(model, torch.optim.Adagrad(model.parameters()), master_dtype=torch.float32)
+    saved = owned.optimizer_state_dict()
+    dtypes = {name: torch.complex64 if name == "pairs" else torch.float32 for name in leaves}
+    assert {name: value.dtype for name, value in saved["weights"].items()} == dtypes
+    assert {name: state["sum"].dtype for name, state in saved["state"].items()} == dtypes
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 24)], ids=["messages of one size", "of two sizes"])
 def test_ranks_that_step_optimizers_in_another_order_are_told_before_anything_changes(
     rank: int, sizes: tuple[int, int]

@@ -52,15 +52,14 @@ class OwnedLeaves(OwnedOptimizer):
         self.sends_differences = isinstance(weights, ef21)
         codecs = codecs_of(weights)
         self._is_exact = isinstance(codecs, all_gather)  # the second hop is lossless
-        self.keeps_weights = not (self._is_exact and dtype in (None, *{p.dtype for p in self.parameters.values()}))
-        self.dtypes = {name: dtype or p.dtype for name, p in self.parameters.items()}
+        self.dtypes = {x: dtype if dtype and p.is_floating_point() else p.dtype for x, p in self.parameters.items()}
+        self.keeps_weights = not (self._is_exact and all(p.dtype == self.dtypes[x] for x, p in self.parameters.items()))
         self.removed: dict[str, OwnedGradient] = {}
         for name, p in self.parameters.items():
             rows, state = self._rows(name), optimizer.state.pop(p, None)
             if rows.numel():
                 self.own[name] = nn.Parameter(rows.to(self.dtypes[name], copy=True) if self.keeps_weights else rows)
-                if state:
-                    optimizer.state[p] = {key: self.own_part(name, value) for key, value in state.items()}
+                self._loaded[name] = state or {}
         sync = with_halves(codecs, to_all(owners=owners)).over(group, unnamed_only=True)
         like = {name: self._sent_like(name, device="meta") for name in self.parameters}
         specs = {name: LeafSpec.of(self._sent_like(name)) for name in self.parameters}

@@ -57,7 +57,7 @@ class OwnedOptimizer(ABC):
         self._model, self.optimizer, self.parameters, self.owners = model, optimizer, dict(parameters), owners
         self.group, self.rank = group, collectives.rank(group)
         self.own: dict[str, nn.Parameter] = {}
-        self._loaded: dict[str, Mapping[str, Any]] = {}  # the state of own leaves, while the optimizer loads the rest
+        self._loaded: dict[str, Mapping[str, Any]] = {}  # a state of own leaves that the optimizer does not have yet
 
     # The layout
 
@@ -131,6 +131,7 @@ class OwnedOptimizer(ABC):
 
         optimizer.step = MethodType(stepped, optimizer)  # a bound method, because schedulers wrap it in turn
         mark_owner(optimizer, self.who)
+        self._end_load(optimizer)  # the state that it had
         optimizer.register_state_dict_post_hook(self._mark)
         optimizer.register_load_state_dict_pre_hook(self._begin_load)
         optimizer.register_load_state_dict_post_hook(self._end_load)

@@ -307,7 +307,7 @@ def own(
             codecs the owner keeps the exact weights of its leaves in separate memory, and a copy of the model's values
             after the last step, to notice when someone else writes to the model.
         process_group: The ranks; None for the default group.
-        master_dtype: The dtype of owners' weights, such as float32 for a model in bfloat16; None for the model's.
+        master_dtype: The dtype of owners' real weights, such as float32 for a model in bfloat16; None for the model's.
         cost: Function of a leaf's name and parameter that returns its cost for the owner. None for its number of
             elements; for Muon, rows x columns x the smaller of both. Balanced per optimizer, costliest leaf first.
         cut: Let several ranks own rows of a leaf of 16,384 elements or more, if the optimizer is one of torch's that

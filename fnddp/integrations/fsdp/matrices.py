@@ -66,8 +66,7 @@ class Matrices(OwnedOptimizer, OwnedStates):
             state = {key: self.whole(name, value) for key, value in optimizer.state.pop(p, {}).items()}  # of shards
             if owners.owner(name) == self.rank:
                 self.own[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device))
-                if state:
-                    optimizer.state[p] = state
+                self._loaded[name] = state
         self.follow(everything=True)
         self._error: BaseException | None = None  # of this rank, until it has sent the messages of the step
         self.owned = [self]
