@@ -4,6 +4,7 @@ References are torch's optimizers on every rank with the exact mean, and torch's
 """
 
 import copy
+import pickle
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
@@ -245,6 +246,15 @@ def test_weights_in_float32_at_their_owner_alone(rank: int, dtype: torch.dtype, 
     assert all(state["momentum_buffer"].dtype == torch.float32 for state in sgd.state.values())
     assert torch.equal(model.weight, reference.weight.to(dtype))
     assert model.weight[0, 0] < 1  # each step alone is less than half of the spacing of the model's dtype
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+@on_ranks(2)
+def test_what_has_only_one_ranks_state_is_not_copied(rank: int, copied: Any):
+    owned = Owned(EXACT)
+    for each in (owned.model, *owned.optimizers):
+        with pytest.raises(TypeError, match="own: .*cop.* or pickle.* call own"):
+            copied(each)
 
 
 @on_ranks(2)

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import MethodType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -130,11 +130,19 @@ class OwnedOptimizer(ABC):
             return self._step(step, args, kwargs)
 
         optimizer.step = MethodType(stepped, optimizer)  # a bound method, because schedulers wrap it in turn
+        cast("Any", optimizer).__reduce_ex__ = self._refuse_copy
         mark_owner(optimizer, self.who)
         self._end_load(optimizer)  # the state that it had
         optimizer.register_state_dict_post_hook(self._mark)
         optimizer.register_load_state_dict_pre_hook(self._begin_load)
         optimizer.register_load_state_dict_post_hook(self._end_load)
+
+    def _refuse_copy(self, _: int) -> NoReturn:
+        """Refuse `copy.deepcopy` and pickle: a copy would have the state of this rank's leaves, but torch's `step`."""
+        raise TypeError(
+            f"{self.who}: {type(self.optimizer).__name__} cannot be copied or pickled, because each rank has only the "
+            f"state of its own leaves; make another optimizer, call {self.who} on it, and load optimizer_state_dict()"
+        )
 
     @untraced
     def _step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
