@@ -470,8 +470,8 @@ class Owners(Way):
     counted = TWO_HOPS
     traps = "leaf", "middle"
     cells = DEFAULT | {
-        "deepcopy": Refuses("pickle model.module"),
-        "pickle": Refuses("pickle model.module"),
+        "deepcopy": Refuses("cannot be copied or pickled"),
+        "pickle": Refuses("cannot be copied or pickled"),
         "an error in the update": Refuses("restart from a checkpoint"),
     }
 
