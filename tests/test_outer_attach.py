@@ -147,6 +147,27 @@ def test_a_message_travels_between_start_and_end_of_its_exchange_and_nothing_els
         assert votes == sorted(set(waited))
 
 
+@pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", STREAMING])
+@pytest.mark.parametrize("at", [4, 6])
+@on_ranks(2, threads=True)
+def test_resuming_is_exact(rank: int, text: str, at: int):
+    model, optimizer, attached = attached_model(text, ADAMW)
+    train(model, optimizer, rank, range(at))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), attached.state_dict()))
+    train(model, optimizer, rank, range(at, 11))
+
+    for used in (False, True):  # a new run, and one that is in the middle of another exchange
+        resumed, again, other = attached_model(text, ADAMW, seed=5)
+        train(resumed, again, rank, range(5 * used))
+        of_model, of_optimizer, of_outer = copy.deepcopy(saved)  # which the optimizer would share
+        resumed.load_state_dict(of_model)
+        again.load_state_dict(of_optimizer)
+        other.load_state_dict(of_outer)
+        train(resumed, again, rank, range(at, 11))
+        assert bits(parameters(resumed)) == bits(parameters(model))
+        assert bits(other.state) == bits(attached.state)
+
+
 def test_what_does_not_fit_is_refused():
     model = make_model()
     attached = outer.attach(model, None, outer.diloco(allreduce, every=2))

@@ -6,6 +6,7 @@ so that a stream that does not wait for another shows. Collected everywhere, ski
 alone: `python -m pytest tests/gpu`.
 """
 
+import copy
 import faulthandler
 import random
 import time
@@ -21,8 +22,10 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import fnddp
+from fnddp import Sync
 from fnddp import device as devices
 from fnddp.core import tree
 from fnddp.integrations.fsdp import compress_shards
@@ -176,6 +179,63 @@ def check_law_6(rank: int, texts: list[str]) -> None:
 def test_law_6_over_its_backend(n):
     texts = list(EXAMPLES.values())  # of which `sim` takes others in each run: all take minutes there
     run_ranks(n, check_law_6, random.sample(texts, 2) if KIND == "sim" else texts)
+
+
+def module_of(model: nn.Module, sync: Sync) -> tuple[nn.Module, Callable[[], Any]]:
+    ddp = fnddp.DistributedDataParallel(model, bucket_cap_mb=0.1, sync=sync)
+    return ddp, lambda: ddp.sync_state
+
+
+def registered(model: nn.Module, sync: Sync) -> tuple[nn.Module, Callable[[], Any]]:
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.1, gradient_as_bucket_view=True)
+    handle = fnddp.register(ddp, sync)
+    return ddp, lambda: handle.sync_state
+
+
+def check_training(rank: int, wrap: Callable[[nn.Module, Sync], Any], texts: list[str]) -> None:
+    for text in texts:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(DEPTH)]).to(KIND)
+        plain = copy.deepcopy(model)
+        sync = fnddp.parse(text)
+        wrapped, state_of = wrap(model, sync)
+        params = {name: p.detach().clone() for name, p in plain.named_parameters()}
+        state = sync.init(params)
+
+        def loss(params: dict[str, Tensor], x: Tensor, plain: nn.Module = plain) -> Tensor:
+            return torch.func.functional_call(plain, params, (x,)).square().mean()
+
+        generator = torch.Generator().manual_seed(rank)
+        want, got = [], []
+        for _ in range(STEPS):
+            x = torch.randn(64, 256, generator=generator).to(KIND)
+            mean, state = sync(torch.func.grad(loss)(params, x), state)
+            params = {name: p - 0.1 * mean[name] for name, p in params.items()}
+            want.append(mean)
+            wrapped.zero_grad()
+            wrapped(x).square().mean().backward()
+            got.append(copied({name: p.grad for name, p in model.named_parameters()}))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(p - 0.1 * p.grad)
+        for step in range(STEPS):
+            assert bits(got[step]) == bits(want[step]), f"{text}, step {step}"
+        assert bits(state_of()) == bits(state), text
+        assert bits(dict(model.named_parameters())) == bits(params), text
+
+
+TRAINED = [
+    "allreduce",
+    "bf16(allreduce)",
+    "error_feedback(powersgd(fp16(allreduce), rank=4))",
+    "error_feedback(powersgd(allreduce, rank=2, orthogonalization='gram_schmidt'))",
+]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("wrap", [module_of, registered])
+def test_training_over_its_backend(wrap, n):
+    run_ranks(n, check_training, wrap, TRAINED)
 
 
 class Fails(nn.Module):
