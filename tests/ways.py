@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -698,7 +699,7 @@ class Manager(SimpleNamespace):
         self._min_replica_size, self._quorum_id, self._is_due, self._error = dist.get_world_size(), -1, True, None
         self._user_state_dicts, self._load_state_dict_fns = {"default": lambda: None}, {}
         self._pg = ProcessGroupGloo(timeout=timedelta(seconds=30))
-        names: list[Any] = [f"manager {id(self)}"]
+        names: list[Any] = [f"manager {uuid4()}"]  # an id may come again, and ranks would read old addresses
         dist.broadcast_object_list(names)
         store: Any = _get_default_store()
         while hasattr(store, "underlying_store"):

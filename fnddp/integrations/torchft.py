@@ -494,7 +494,7 @@ def _begins_equally(step: Outer, state: State, theirs: dict[str, Any]) -> bool:
 
 def _require_quorum(manager: Any, error: Exception) -> None:
     """Raise a QuorumError if `error`, from `start_quorum`, means that there is no quorum."""
-    asked = getattr(manager, "_quorum_future", None)  # not set before the first quorum has begun
+    asked = manager._quorum_future
     if asked is not None and asked.exception() is error:
         raise QuorumError(f"replica {manager._replica_id!r} is in no quorum: {error}") from error
 
