@@ -81,6 +81,8 @@ def main() -> None:
         print(f"world size {world_size}: {accuracy:.2%} of the test set")
         print(f"{counter.wire_bytes / (STEPS - 112):,.0f} B a step; a step's gradients would be {whole:,} B")
         print(f"resumed in the middle of an exchange, with the same parameters to the bit: {'yes' if same else 'no'}")
+    for run in (training, resumed):
+        run.attached.detach()  # ends the exchange that is open: of those left behind, process groups wait for messages
     dist.destroy_process_group()
 
 
