@@ -7,261 +7,50 @@ So a number of the host that changes from step to step, or memory that does, sho
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnddp
-from fnddp import outer
-from fnddp.core import tree
 from fnddp.device import device_of
-from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
 from fnddp.kernels.constants import MOST_TABLES, on_device
 from fnddp.laws import bits
 from tests.accelerator.conftest import ORDERS
-from tests.accelerator.test_training import mesh_of
+from tests.accelerator.steps import (
+    STEPS,
+    by_a_compiled_model,
+    by_a_hook,
+    by_a_scaler,
+    by_coded_weights,
+    by_jit,
+    by_outer_steps,
+    by_owners,
+    by_register,
+    by_replicas,
+    by_shards,
+    by_the_class,
+    by_torchft,
+    by_two_axes,
+    by_two_models,
+    by_value_and_grad,
+    by_weighted_shards,
+    sgd,
+    small,
+    step_of,
+)  # fmt: skip
 from tests.pipelines import EXAMPLES, HALVES
-from tests.sharded import sharded
-from tests.ways import TORCHFT, Manager
+from tests.ways import TORCHFT
 
 pytestmark = pytest.mark.thorough
 
-STEPS = 9
 FEEDBACK = "error_feedback(fp16(allreduce))"
 RANDOM = "error_feedback(quantize(two_shot, bits=4, rounding='stochastic'))"  # whose key counts steps
 NEAREST = "error_feedback(quantize(two_shot, bits=4))"  # whose operators keep residuals after NaN
 WARMUP = "warmup(fp16(allreduce), 5)"
-
-
-def small(rank: int, device: str) -> tuple[nn.Module, list[Tensor]]:
-    """A network, and this rank's batch of each step."""
-    torch.manual_seed(0)
-    net, generator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)), torch.Generator().manual_seed(rank)
-    return net.to(device), [torch.randn(4, 6, generator=generator).to(device) for _ in range(STEPS)]
-
-
-def sgd(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
-
-
-Step = Callable[[Tensor], Tensor]
-
-
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, around: Any = nullcontext) -> Step:
-    def step(x: Tensor) -> Tensor:
-        model.zero_grad()
-        out = model(x)
-        loss = (out["out"] if isinstance(out, dict) else out).square().mean()
-        with around():
-            loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
-# Ways in: each is given the rank, the device and a pipeline, and returns a step, and what it has changed.
-
-
-def by_the_class(rank: int, device: str, text: str) -> tuple[Step, Any]:
-    net = small(rank, device)[0]
-    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(text), bucket_cap_mb=0.0002)
-    weight = torch.full((), 2.0 + rank, dtype=torch.float64, device=device)
-
-    def around() -> Any:
-        weight.add_(rank + 1)  # in the graph
-        return model.weight(weight) if model.sync.takes_weight else nullcontext()
-
-    return step_of(model, sgd(net), around), lambda: [dict(net.named_parameters()), model.sync_state]
-
-
-def by_register(rank: int, device: str, text: str) -> tuple[Step, Any]:
-    with torch.Stream(device):  # torch's reducer waits for the stream on which it was made
-        model = TorchDDP(small(rank, device)[0], bucket_cap_mb=0.0002)
-        handle = fnddp.register(model, fnddp.parse(text)) if text else None
-    torch.accelerator.synchronize()
-    step = step_of(model, sgd(model))
-    return step, lambda: [dict(model.named_parameters()), handle and handle.sync_state]
-
-
-def by_value_and_grad(rank: int, device: str, text: str) -> tuple[Step, Any]:
-    net, sync = small(rank, device)[0], fnddp.parse(text)
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        return torch.func.functional_call(net, params, (x,)).square().mean()
-
-    return functional(net, sync, fnddp.value_and_grad(loss, sync))
-
-
-def by_jit(rank: int, device: str, text: str) -> tuple[Step, Any]:
-    net, run = small(rank, device)[0], fnddp.jit(text)
-
-    def step(params: Any, state: Any, x: Tensor) -> Any:
-        return x.sum(), *run({name: each * x.mean() for name, each in params.items()}, state)
-
-    return functional(net, run.sync, step)
-
-
-def functional(net: nn.Module, sync: fnddp.Sync, run: Callable[..., Any]) -> tuple[Step, Any]:
-    params = {name: p.detach() for name, p in net.named_parameters()}
-    state = sync.init(params)
-
-    def step(x: Tensor) -> Tensor:
-        loss, mean, new = run(params, state, x)
-        for name, p in params.items():
-            p.sub_(0.1 * mean[name])
-        for old, part in zip(*(tree.flatten_any(each)[0] for each in (state, new)), strict=True):
-            if isinstance(part, Tensor):
-                old.copy_(part)
-        return loss
-
-    return step, lambda: [params, state]
-
-
-def by_owners(rank: int, device: str, text: str, weights: str = "allgather", n: int = 1) -> tuple[Step, Any]:
-    net = small(rank, device)[0]
-    parameters = list(net.parameters())
-    optimizers = [torch.optim.SGD(parameters[i::n], lr=0.1, foreach=False) for i in range(n)]
-    model = fnddp.own(net, optimizers if n > 1 else optimizers[0], gradients=text, weights=weights)
-    both: Any = optimizers[0]
-    if n > 1:
-        both = type("Both", (), {"step": lambda _: [each.step() for each in optimizers]})()
-    return step_of(model, both), lambda: dict(net.named_parameters())
-
-
-def by_shards(rank: int, device: str, text: str) -> tuple[Step, Any]:
-    model = sharded(mesh_of(device, 1, 2)["shard"])
-    if text:
-        compress_shards(model, text)
-    found = {name: p._local_tensor for name, p in model.named_parameters()}
-    return step_of(model, sgd(model)), lambda: found
-
-
-def by_coded_weights(rank: int, device: str) -> tuple[Step, Any]:
-    """Differences of weights, of which ranks agree in each forward."""
-    model = sharded(mesh_of(device, 1, 2)["shard"])
-    compress_shards(model, weights="ef21(quantize(allgather))")
-    return step_of(model, sgd(model)), lambda: {name: p._local_tensor for name, p in model.named_parameters()}
-
-
-def by_weighted_shards(rank: int, device: str) -> tuple[Step, Any]:
-    model = sharded(mesh_of(device, 1, 2)["shard"])
-    handle = compress_shards(model, "weighted(bf16(two_shot))")
-    found = {name: p._local_tensor for name, p in model.named_parameters()}
-    return step_of(model, sgd(model), lambda: handle.weight(torch.full((), 2.0 + rank, device=device))), lambda: found
-
-
-def by_two_axes(rank: int, device: str, gradients: str, replicas: str) -> tuple[Step, Any]:
-    """HSDP: two process groups."""
-    mesh = mesh_of(device, 2, 2)
-    model = sharded(mesh["shard"])
-    handle = compress(model, mesh, gradients=gradients, replicas=replicas)
-    found = {name: p._local_tensor for name, p in model.named_parameters()}
-    return step_of(model, sgd(model)), lambda: [found, handle.sync_state]
-
-
-def by_a_hook(rank: int, device: str) -> tuple[Step, Any]:
-    net = small(rank, device)[0]
-    model = fnddp.DistributedDataParallel(net, sync=fnddp.from_hook(allreduce_hook))
-    return step_of(model, sgd(net)), lambda: dict(net.named_parameters())
-
-
-def by_two_models(rank: int, device: str, is_joint: bool, *texts: str) -> tuple[Step, Any]:
-    """Two modules in a step, as a generator and what judges it: in one backward, or one after the other."""
-    nets = [small(rank, device)[0] for _ in texts]
-    models = [fnddp.DistributedDataParallel(n, sync=fnddp.parse(t)) for n, t in zip(nets, texts, strict=True)]
-    both, steps = nn.ModuleList(models), [step_of(each, sgd(each)) for each in models]
-    optimizer = sgd(both)
-
-    def step(x: Tensor) -> Tensor:
-        if not is_joint:
-            return torch.stack([each(x) for each in steps])
-        both.zero_grad()
-        loss = models[0](x).square().mean() + models[1](x).abs().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step, lambda: [dict(both.named_parameters()), [each.sync_state for each in models]]
-
-
-def by_a_compiled_model(rank: int, device: str, text: str, is_outside: bool) -> tuple[Step, Any]:
-    net = small(rank, device)[0]
-    inner: Any = net if is_outside else torch.compile(net, backend="aot_eager")
-    model = fnddp.DistributedDataParallel(inner, sync=fnddp.parse(text), bucket_cap_mb=0.0002)
-    outer: Any = torch.compile(model, backend="aot_eager") if is_outside else model
-    return step_of(outer, sgd(net)), lambda: [dict(net.named_parameters()), model.sync_state]
-
-
-def by_a_scaler(rank: int, device: str, text: str) -> tuple[Step, Any]:
-    net = small(rank, device)[0]
-    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(text), bucket_cap_mb=0.0002)
-    scaler, optimizer = torch.amp.GradScaler(device.split(":")[0], init_scale=4.0), sgd(net)
-
-    def step(x: Tensor) -> Tensor:
-        model.zero_grad()
-        loss = model(x).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    return step, lambda: [dict(net.named_parameters()), model.sync_state]
-
-
-class OverWorld:
-    """The process group of a manager, which sends tensors of the device."""
-
-    def configure(self, *_: Any) -> None:
-        """Connect nothing: all ranks are there."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(dist.group.WORLD, name)
-
-    def getBackendName(self) -> str:
-        return "simccl"
-
-
-def by_torchft(rank: int, device: str, text: str) -> tuple[Step, Any]:
-    from fnddp.integrations import torchft
-
-    net, manager = small(rank, device)[0], Manager()
-    manager._pg = OverWorld()
-    model = torchft.DistributedDataParallel(manager, net, sync=fnddp.parse(text), bucket_cap_mb=0.0002)
-    optimizer = sgd(net)
-
-    def step(x: Tensor) -> Tensor:
-        manager.start_quorum()
-        model.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        if manager.should_commit():
-            optimizer.step()
-        return loss.detach()
-
-    return step, lambda: [dict(net.named_parameters()), model.sync_state]
-
-
-def by_replicas(rank: int, device: str, text: str) -> tuple[Step, Any]:
-    mesh = mesh_of(device, 2, 1)
-    model = sharded(mesh["shard"])
-    handle = compress_replicas(model, text, mesh["replicate"])
-    found = {name: p._local_tensor for name, p in model.named_parameters()}
-    return step_of(model, sgd(model)), lambda: [found, handle.sync_state]
-
-
-def by_outer_steps(rank: int, device: str, text: str) -> tuple[Step, Any]:
-    net = small(rank, device)[0]
-    optimizer = sgd(net)
-    outer.attach(net, optimizer, outer.parse(text))
-    return step_of(net, optimizer), lambda: dict(net.named_parameters())
 
 
 def train(rank: int, device: str, way: Any, given: tuple[Any, ...], warmup: int | None, steps: int = STEPS) -> Any:

@@ -5,26 +5,38 @@ Counted as what a run of six steps has in addition to a run of four, whose plans
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
-from fnddp import outer
-from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
-from tests.accelerator.test_training import mesh_of
-from tests.sharded import sharded
+from tests.accelerator.steps import (
+    Step,
+    by_a_scaler,
+    by_coded_weights,
+    by_jit,
+    by_outer_steps,
+    by_owners,
+    by_register,
+    by_replicas,
+    by_shards,
+    by_the_class,
+    by_two_axes,
+    by_value_and_grad,
+    by_weighted_shards,
+    sgd,
+    small,
+    step_of,
+)  # fmt: skip
 from tests.streams import site
 
 pytestmark = pytest.mark.thorough
 
-Loss = Callable[[int], Tensor]
 FEEDBACK = "error_feedback(fp16(allreduce))"
-SUMS = "all_reduce(op='sum')"
 
 
 class Net(nn.Module):
@@ -37,165 +49,55 @@ class Net(nn.Module):
         return self.last(x + self.extra(x) if extra else x)
 
 
-def made(device: str) -> Net:
-    torch.manual_seed(0)
-    return Net().to(device)
-
-
 def module(device: str, text: str = FEEDBACK, **options: Any) -> fnddp.DistributedDataParallel:
-    return fnddp.DistributedDataParallel(made(device), sync=fnddp.parse(text), bucket_cap_mb=0.0002, **options)
+    return fnddp.DistributedDataParallel(Net().to(device), sync=text, bucket_cap_mb=0.0002, **options)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01)
+def with_weights(rank: int, device: str) -> tuple[Step, Any]:
+    model, numbers = module(device, f"weighted({FEEDBACK})"), count(3 + rank)
+    return step_of(model, sgd(model), lambda: model.weight(next(numbers))), None
 
 
-def steps_of(
-    model: nn.Module, loss: Loss, around: Any = lambda _: nullcontext(), **options: Any
-) -> Callable[..., None]:
-    optimizer = sgd(model)
-
-    def step(i: int) -> None:
-        optimizer.zero_grad(**options)
-        with around(i):
-            loss(i).backward()
-        optimizer.step()
-
-    return step
-
-
-# Ways in: each is given the rank, the device and the batch, and returns a function that takes the step of that number.
-
-
-def by_torch(rank: int, device: str, x: Tensor) -> Callable[[int], None]:
-    model = TorchDDP(made(device))
-    return steps_of(model, lambda _: model(x).square().mean())
-
-
-def by_the_module(rank: int, device: str, x: Tensor, text: str) -> Callable[[int], None]:
-    model = module(device, text)
-    return steps_of(model, lambda _: model(x).square().mean())
-
-
-def by_register(rank: int, device: str, x: Tensor, text: str) -> Callable[[int], None]:
-    model = TorchDDP(made(device), bucket_cap_mb=0.0002)
-    handle = fnddp.register(model, fnddp.parse(text))
-    return steps_of(model, lambda _: (handle, model(x))[1].square().mean())
-
-
-def by_value_and_grad(rank: int, device: str, x: Tensor, text: str) -> Callable[[int], None]:
-    model, sync = made(device), fnddp.parse(text)
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    run = fnddp.value_and_grad(lambda p: torch.func.functional_call(model, p, (x,)).square().mean(), sync)
-    state = sync.init(params)
-
-    def step(_: int) -> None:
-        nonlocal params, state
-        _, mean, state = run(params, state)
-        params = {name: p - 0.01 * mean[name] for name, p in params.items()}
-
-    return step
-
-
-def by_jit(rank: int, device: str, x: Tensor, text: str) -> Callable[[int], None]:
-    sync = fnddp.parse(text)
-    params = {name: p.detach() for name, p in made(device).named_parameters()}
-    run, state = fnddp.jit(sync), sync.init(params)
-
-    def step(_: int) -> None:
-        nonlocal state
-        _, state = run({name: p.square() for name, p in params.items()}, state)
-
-    return step
-
-
-def with_weights(rank: int, device: str, x: Tensor) -> Callable[[int], None]:
-    model = module(device, f"weighted({FEEDBACK})")
-    return steps_of(model, lambda _: model(x).square().mean(), lambda i: model.weight(3 + rank + i))
-
-
-def without_a_gradient(rank: int, device: str, x: Tensor) -> Callable[[int], None]:
+def without_a_gradient(rank: int, device: str) -> tuple[Step, Any]:
     """On the first rank."""
     model = module(device, find_unused_parameters=True)
-    return steps_of(model, lambda _: model(x, extra=rank > 0).square().mean())
-
-
-def with_grads_kept(rank: int, device: str, x: Tensor, text: str) -> Callable[[int], None]:
-    model = module(device, text)
-    return steps_of(model, lambda _: model(x).square().mean(), set_to_none=False)
-
-
-def with_a_loss_scaler(rank: int, device: str, x: Tensor, wraps: bool) -> Callable[[int], None]:
-    model = module(device) if wraps else TorchDDP(made(device))
-    optimizer, scaler = sgd(model), torch.amp.GradScaler(device.split(":")[0])
-
-    def step(_: int) -> None:
-        optimizer.zero_grad()
-        scaler.scale(model(x).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step
-
-
-def by_shards(rank: int, device: str, x: Tensor, gradients: str | None, weights: str | None) -> Callable[[int], None]:
-    model = sharded(mesh_of(device, 1, 2)["shard"])
-    if gradients or weights:
-        compress_shards(model, gradients, weights=weights)
-    return steps_of(model, lambda _: model(x)["out"].square().mean())
-
-
-def by_weighted_shards(rank: int, device: str, x: Tensor) -> Callable[[int], None]:
-    model = sharded(mesh_of(device, 1, 2)["shard"])
-    shards = compress_shards(model, "weighted(bf16(two_shot))")
-    return steps_of(model, lambda _: model(x)["out"].square().mean(), lambda i: shards.weight(2 + rank + i))
-
-
-def by_replicas(rank: int, device: str, x: Tensor) -> Callable[[int], None]:
-    mesh = mesh_of(device, 2, 1)
-    model = sharded(mesh["shard"])
-    compress_replicas(model, FEEDBACK, mesh["replicate"])
-    return steps_of(model, lambda _: model(x)["out"].square().mean())
-
-
-def by_both_axes(rank: int, device: str, x: Tensor) -> Callable[[int], None]:
-    mesh = mesh_of(device, 2, 2)
-    model = sharded(mesh["shard"])
-    compress(model, mesh, gradients="error_feedback(bf16(two_shot))", weights="bf16(allgather)", replicas=FEEDBACK)
-    return steps_of(model, lambda _: model(x)["out"].square().mean())
-
-
-def by_outer_steps(rank: int, device: str, x: Tensor, text: str) -> Callable[[int], None]:
-    model = made(device)
     optimizer = sgd(model)
-    attached = outer.attach(model, optimizer, outer.parse(text))
 
-    def local_step() -> None:
-        optimizer.zero_grad()
-        (attached, model(x))[1].square().mean().backward()
-        optimizer.step()
-
-    def step(_: int) -> None:
-        for _ in range(4):  # of which each fragment exchanges once
-            local_step()
-
-    local_step()  # so that no exchange is under way behind four: ranks would abandon it at different points
-    return step
-
-
-def by_owners(rank: int, device: str, x: Tensor, weights: str, n: int) -> Callable[[int], None]:
-    net = made(device)
-    parameters = list(net.parameters())
-    optimizers = [torch.optim.SGD(parameters[i::n], lr=0.1) for i in range(n)]
-    model = fnddp.own(net, optimizers, weights=weights)
-
-    def step(_: int) -> None:
+    def step(x: Tensor) -> Tensor:
         model.zero_grad()
-        model(x).square().mean().backward()
-        for each in optimizers:
-            each.step()
+        loss = model(x, extra=rank > 0).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
 
-    return step
+    return step, None
+
+
+def with_grads_kept(rank: int, device: str, text: str) -> tuple[Step, Any]:
+    model = module(device, text)
+    optimizer = sgd(model)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step, None
+
+
+def with_outer_steps(rank: int, device: str, text: str) -> tuple[Step, Any]:
+    local_step, found = by_outer_steps(rank, device, text)
+
+    def step(x: Tensor) -> Tensor:
+        for _ in range(3):  # and one more, in which each fragment exchanges once
+            local_step(x)
+        return local_step(x)
+
+    # So that no exchange is under way after four: ranks would abandon it at different points.
+    local_step(small(rank, device)[1][0])
+    return step, found
 
 
 @contextmanager
@@ -223,52 +125,44 @@ def counting() -> Iterator[Counter[str]]:
 
 def run(rank: int, device: str, way: Callable[..., Any], given: tuple[Any, ...]) -> dict[str, float]:
     """Return how often, and where, the host waits in a step."""
-    x = torch.full((4, 6), rank + 1.0).to(device)
-    counts = []
+    batches, counts = small(rank, device)[1], []
     for steps in (1, 4, 6):  # functions share a lane: the first step of the second one notices the last of the first
         with counting() as found:
-            step = way(rank, device, x, *given)
-            for i in range(steps):
-                step(i)
+            step, _ = way(rank, device, *given)
+            for batch in batches[:steps]:
+                step(batch)
         counts.append(found)
     return {where: n / 2 for where, n in (counts[2] - counts[1]).items()}
 
 
 NOTICE, SUM = "run/vote.py event", "run/vote.py copy to the host"  # of the vote of the step before; of this one's flags
-ITEM = "item"  # of torch's own
 BEFORE = {NOTICE: 1}
 COMPARED = {f"wire/control.py copy {way} the host": 2 for way in ("from", "to")}  # which of several optimizers steps
 TEXTS = [FEEDBACK, "error_feedback(powersgd(allreduce, rank=1, min_compression_rate=0))", "quantize(two_shot)"]
 CLIPPED = "clip_by_global_norm(fp16(allreduce), max_norm=1.0)"
 # Ranks, a way and its arguments, and what the host waits for in a step: on all ranks, or on each.
 ROWS: list[tuple[int, Callable[..., Any], tuple[Any, ...], Any]] = [
-    (2, by_torch, (), {}),
+    (2, by_register, ("",), {}),  # torch's class alone
     *((2, way, (FEEDBACK,), BEFORE) for way in (by_register, by_value_and_grad, by_jit)),
-    *((2, by_the_module, (text,), BEFORE) for text in [*TEXTS, CLIPPED]),
-    (2, by_the_module, ("fp16(allreduce, check=True)",), {NOTICE: 1, "transforms/cast.py item": 1}),
+    *((2, by_the_class, (text,), BEFORE) for text in [*TEXTS, CLIPPED]),
+    (2, by_the_class, ("fp16(allreduce, check=True)",), {NOTICE: 1, "transforms/cast.py item": 1}),
     (2, with_weights, (), BEFORE),
-    (2, without_a_gradient, (), [{SUM: 1}, {NOTICE: 1}]),
+    (2, without_a_gradient, (), [{SUM: 1}, BEFORE]),
     (2, with_grads_kept, (FEEDBACK,), BEFORE),
-    (2, with_grads_kept, (SUMS,), {NOTICE: 1, "adapters/module/steps.py item": 1}),
-    (2, with_a_loss_scaler, (False,), {ITEM: 1}),
-    (2, with_a_loss_scaler, (True,), {ITEM: 1, NOTICE: 1}),
-    (2, by_shards, (None, None), {}),
-    (2, by_shards, ("bf16(two_shot)", None), BEFORE),
-    (2, by_shards, ("error_feedback(quantize(two_shot, bits=4))", None), BEFORE),
-    (2, by_shards, (None, "ef21(fp16(allgather))"), {"integrations/fsdp/unit.py item": 4}),
+    (2, with_grads_kept, ("all_reduce(op='sum')",), {NOTICE: 1, "adapters/module/steps.py item": 1}),
+    (2, by_a_scaler, (FEEDBACK,), {"item": 1, NOTICE: 1}),  # the scaler's own
+    (2, by_shards, ("",), {}),
+    (2, by_shards, ("bf16(two_shot)",), BEFORE),
+    (2, by_shards, ("error_feedback(quantize(two_shot, bits=4))",), BEFORE),
+    (2, by_coded_weights, (), {"integrations/fsdp/unit.py item": 4}),
     (2, by_weighted_shards, (), BEFORE),
-    (2, by_replicas, (), BEFORE),
-    (4, by_both_axes, (), BEFORE),
-    (2, by_outer_steps, ("diloco(allreduce, every=4)",), BEFORE),
-    (2, by_outer_steps, ("streaming_diloco(allreduce, every=4, fragments=2, delay=1)",), {NOTICE: 2}),  # two exchanges
-    (2, by_owners, ("allgather", 1), {NOTICE: 2}),
-    (2, by_owners, ("ef21(fp16(allgather))", 1), {NOTICE: 2, "core/tree.py copy to the host": 1}),
-    (
-        2,
-        by_owners,
-        ("allgather", 2),
-        {NOTICE: 3, **{f"wire/control.py copy {way} the host": 2 for way in ("from", "to")}},
-    ),
+    (2, by_replicas, (FEEDBACK,), BEFORE),
+    (4, by_two_axes, ("error_feedback(bf16(two_shot))", FEEDBACK, "bf16(allgather)"), BEFORE),
+    (2, with_outer_steps, ("diloco(allreduce, every=4)",), BEFORE),
+    (2, with_outer_steps, ("streaming_diloco(allreduce, every=4, fragments=2, delay=1)",), {NOTICE: 2}),
+    (2, by_owners, ("two_shot",), {NOTICE: 2}),
+    (2, by_owners, ("two_shot", "ef21(fp16(allgather))"), {NOTICE: 2, "core/tree.py copy to the host": 1}),
+    (2, by_owners, ("two_shot", "allgather", 2), {NOTICE: 3, **COMPARED}),
 ]
 
 
