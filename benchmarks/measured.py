@@ -42,10 +42,11 @@ def table(found: dict[str, Any]) -> str:
         + f"""
 
 Times and bytes: a transformer of {millions:.1f} M parameters on {ranks} workers with one thread each, in network
-namespaces of one machine ({found["machine"]}), gloo, torch {torch}, medians of {found["pairs"]} steps.
-A step is forward and backward, without the optimizer. Losses: above the plain mean's, with AdamW, in
-[the study](docs/convergence.md), as means over its two models of 40,000 parameters on 8 and 64
-workers; +0.003 is not distinguishable from 0. To repeat the times, on Linux as root:
+namespaces of one machine ({found["machine"]}), gloo, torch {torch}, medians of {found["pairs"]} steps,
+and of their ratios to the DDP step measured next to them. A step is forward and backward, without the
+optimizer. Losses: above the plain mean's, with AdamW, in [the study](docs/convergence.md), as means over its two
+models of 40,000 parameters on 8 and 64 workers; +0.003 is not distinguishable from 0. To repeat the times, on
+Linux as root:
 
 ```sh
 {command}

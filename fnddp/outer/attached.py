@@ -51,8 +51,7 @@ def attach(
 
     All ranks must take the same number of steps. If steps are sometimes skipped, as by a `GradScaler`, pass no
     optimizer, and call `Attached.step` each time. Call `Attached.detach` on all ranks before you drop it, or destroy
-    process groups: in an abandoned exchange, ranks have sent different numbers of messages. Later collectives may
-    receive the rest, and `destroy_process_group` may wait for it.
+    process groups: ranks of an abandoned exchange have sent different numbers of messages, and some wait for the rest.
 
     Args:
         model: Parameters that require gradients are exchanged. It must not average gradients over the same ranks.
