@@ -24,7 +24,8 @@ ONCE_WRONG = [
 TRACED = [text for text in EXAMPLES.values() if fnddp.parse(text).traceable]
 # Nothing is computed in these that is not in others: Inductor would compile it again, in each of their phases.
 WITHOUT = ("all_reduce", "all_gather", "bucketize", "hierarchical", "none", "unreduced", "warmup", "every", "switch")
-BY_EAGER = {EXAMPLES[name] for name in (*WITHOUT, "partition")}
+WITHOUT += ("partition", "squared", "measure", "weighted", "shared_momentum", "momentum_correction")
+BY_EAGER = {EXAMPLES[name] for name in WITHOUT}
 
 
 def assert_alike(sync: fnddp.Sync, got: object, want: object) -> None:

@@ -66,10 +66,10 @@ def in_the_interpreter() -> None:
 def lists_in_the_interpreter(texts: list[str]) -> None:
     """Compare the kernels on lists of leaves, with gaps between the rows of payloads: run like the other one."""
     cases = [((1000, 7, 130), 3, 1), ((2 * 4099, 3), 4, 3), ((1,), 2, 1), ((640, 5, 64), 1, 0)]
-    # An operation takes long in the interpreter: each text in float32 with two cases, and in half precision with one.
-    for (i, text), which in product(enumerate(texts), range(3)):
-        dtype = torch.float32 if which < 2 else FLOATS[1 + i % 2]
-        counts, n, rank = cases[(0, 1 + (i + i // 3) % 3, i // 2 % 2)[which]]
+    # An operation takes long in the interpreter: each text with a case in float32, and one in half precision.
+    for (i, text), is_half in product(enumerate(texts), (False, True)):
+        dtype = FLOATS[1 + i % 2] if is_half else torch.float32
+        counts, n, rank = cases[i // 2 % 2 if is_half else (i + i // 4) % 4]
         every = numbers((3, 3000), dtype).flatten()
         codec, x = known(text), [every[2900 * i :][:count].contiguous() for i, count in enumerate(counts)]
         given: Any = list(counts), n, dtype
