@@ -106,16 +106,18 @@ def between(text: str, marker: str) -> str:
 
 def test_figures_of_the_readme_are_those_of_the_files_that_they_come_from() -> None:
     text, results = PAGES[0].read_text(), ROOT / "benchmarks" / "results"
-    assert between(text, "training") == (results / "slow-link.md").read_text()
+    page = (ROOT / "docs" / "which-pipeline.md").read_text()
+    training = (results / "slow-link.md").read_text()
+    assert between(text, "training") == between(page, "training") == training
     table = runpy.run_path(str(results.parent / "measured.py"))["table"]
     assert between(text, "measured") == table(json.loads((results / "bench.json").read_text()))
     short = (results / "which-pipeline-short.md").read_text()
+    assert between(page, "short") == short
     ((few, nats),) = re.findall(
         r"up to (\d+) times fewer .* ends (\S+) nats above the plain mean on average", text, re.S
     )
     assert f"({few} times fewer)" in short
     assert f"rank=8))` | +{nats} |" in (results / "convergence-verdicts.md").read_text()
-    page = (ROOT / "docs" / "which-pipeline.md").read_text()
     claims = re.findall(r"(0\.\d+) to (0\.\d+) of the time", text)
     for rate, (least, most) in zip(("1 Gbit/s", "200 Mbit/s"), claims, strict=True):
         row = re.findall(rf"^\| {rate} \| (0\.\d+) \| (0\.\d+) \| (0\.\d+) \|", page, re.M)[0]

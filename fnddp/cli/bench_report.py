@@ -27,8 +27,8 @@ def show(run: Run) -> None:
         echo(f"{line}\n")
     if run.setup.load > BUSY * cores():
         echo(
-            f"Other processes had the cores (a load of {run.setup.load:.0f} on {count(cores(), 'core')}), so times "
-            "vary: compare the quartiles, and raise --pairs\n"
+            f"The load average was {run.setup.load:.1f} on {count(cores(), 'core')} at the start. If that was not your "
+            "last command, other processes took time: compare the quartiles, and raise --pairs\n"
         )
 
 
