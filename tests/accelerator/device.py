@@ -16,6 +16,10 @@ import torch.distributed as dist
 
 from tests.accelerator.build import NAME, library
 
+# Gloo's flight recorder wants the GIL, for tracebacks, where this device holds its lock; whoever has the GIL and frees
+# memory wants that lock.
+os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+
 
 def _loaded() -> Any:
     spec = importlib.util.spec_from_file_location(NAME, library())
