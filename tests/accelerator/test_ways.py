@@ -32,7 +32,7 @@ CELLS = {
 }
 RANDOM = {"a gradient that is not finite": Absent("random numbers go on: the host does not know of it in that step")}
 OF_ROW = {
-    **{name: {BACKWARD: REFUSED} for name in ("module", "register", "own", "own_weights")},
+    **{name: {BACKWARD: REFUSED} for name in ("module", "register", "own")},
     "value_and_grad": {FORWARD: REFUSED, BACKWARD: REFUSED},
     "compress": RANDOM,
     "compress_shards": RANDOM,
