@@ -214,4 +214,4 @@ def test_codecs_are_timed_against_a_copy(capsys, monkeypatch):
 @pytest.mark.parametrize(("load", "is_busy"), [(99.0, True), (0.0, False)])
 def test_a_busy_machine_is_named(load: float, is_busy: bool, capsys: pytest.CaptureFixture[str]) -> None:
     bench_report.show(run_of([2.0], [1.0], [3.0], setup=replace(SETUP, load=load)))
-    assert ("a load of 99 on" in capsys.readouterr().out) == is_busy
+    assert ("load average was 99.0 on" in capsys.readouterr().out) == is_busy

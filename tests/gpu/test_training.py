@@ -18,6 +18,7 @@ from fnddp import device as devices
 from fnddp.core.tree import flatten_any
 from tests.accelerator import test_host_waits as waiting
 from tests.accelerator import test_training as training
+from tests.accelerator.steps import by_register, small
 from tests.gpu.record import recorded
 from tests.gpu.test_accelerator import KIND, run_ranks
 
@@ -68,17 +69,18 @@ def test_the_bits_are_those_of_a_host_that_waits(monkeypatch, tmp_path, n, ways)
 
 
 # Torch's class times its own first steps, eight events in each, and waits for those.
-BY_TORCH = [(waiting.by_torch, ()), (waiting.by_register, (waiting.FEEDBACK,)), (waiting.with_a_loss_scaler, (False,))]
+BY_TORCH = [(by_register, (text,)) for text in ("", waiting.FEEDBACK)]
 ROWS = [row for row in waiting.ROWS if (row[1], row[2]) not in BY_TORCH]
 
 
 def count_waits(rank: int, rows: list[Any], folder: Path) -> None:
     lines = []
     for _, way, given, want in rows:
-        step = way(rank, here(), torch.full((4, 6), rank + 1.0).to(here()), *given)
-        for i in range(4):
-            step(i)
-        _, waits = recorded(lambda step=step: [step(i) for i in (4, 5)])
+        step, _ = way(rank, here(), *given)
+        batches = small(rank, here())[1]
+        for each in batches[:4]:
+            step(each)
+        _, waits = recorded(lambda step=step, of=batches[4:6]: [step(each) for each in of])
         mine = want[rank] if isinstance(want, list) else want
         if len(waits) != 2 * sum(mine.values()):
             lines.append(f"{name_of(way, given)} on rank {rank} waits for {waits} in two steps, not {mine} in each")
