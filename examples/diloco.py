@@ -82,7 +82,7 @@ def main() -> None:
         print(f"{counter.wire_bytes / (STEPS - 112):,.0f} B a step; a step's gradients would be {whole:,} B")
         print(f"resumed in the middle of an exchange, with the same parameters to the bit: {'yes' if same else 'no'}")
     for run in (training, resumed):
-        run.attached.detach()  # ends the exchange that is open: of those left behind, process groups wait for messages
+        run.attached.detach()  # finishes open exchanges; otherwise destroy_process_group may wait for their messages
     dist.destroy_process_group()
 
 

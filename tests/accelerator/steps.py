@@ -22,6 +22,7 @@ from tests.sharded import sharded
 from tests.ways import Manager
 
 STEPS = 9
+FEEDBACK = "error_feedback(fp16(allreduce))"
 
 
 def small(rank: int, device: str) -> tuple[nn.Module, list[Tensor]]:
@@ -38,9 +39,11 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
 Step = Callable[[Tensor], Tensor]
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, around: Any = nullcontext) -> Step:
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, around: Any = nullcontext, **options: Any) -> Step:
+    """Return a step whose gradients are cleared with `options`, and whose backward is within `around()`."""
+
     def step(x: Tensor) -> Tensor:
-        model.zero_grad()
+        model.zero_grad(**options)
         out = model(x)
         loss = (out["out"] if isinstance(out, dict) else out).square().mean()
         with around():

@@ -21,6 +21,7 @@ from fnddp.kernels.constants import MOST_TABLES, on_device
 from fnddp.laws import bits
 from tests.accelerator.conftest import ORDERS
 from tests.accelerator.steps import (
+    FEEDBACK,
     STEPS,
     by_a_compiled_model,
     by_a_hook,
@@ -41,13 +42,12 @@ from tests.accelerator.steps import (
     sgd,
     small,
     step_of,
-)  # fmt: skip
+)
 from tests.pipelines import EXAMPLES, HALVES
 from tests.ways import TORCHFT
 
 pytestmark = pytest.mark.thorough
 
-FEEDBACK = "error_feedback(fp16(allreduce))"
 RANDOM = "error_feedback(quantize(two_shot, bits=4, rounding='stochastic'))"  # whose key counts steps
 NEAREST = "error_feedback(quantize(two_shot, bits=4))"  # whose operators keep residuals after NaN
 WARMUP = "warmup(fp16(allreduce), 5)"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fnddp
 from tests.accelerator.steps import (
+    FEEDBACK,
     Step,
     by_a_scaler,
     by_coded_weights,
@@ -31,22 +32,21 @@ from tests.accelerator.steps import (
     sgd,
     small,
     step_of,
-)  # fmt: skip
+)
 from tests.streams import site
 
 pytestmark = pytest.mark.thorough
-
-FEEDBACK = "error_feedback(fp16(allreduce))"
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.extra, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.uses_extra = True
 
-    def forward(self, x: Tensor, extra: bool = True) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).tanh()
-        return self.last(x + self.extra(x) if extra else x)
+        return self.last(x + self.extra(x) if self.uses_extra else x)
 
 
 def module(device: str, text: str = FEEDBACK, **options: Any) -> fnddp.DistributedDataParallel:
@@ -61,30 +61,13 @@ def with_weights(rank: int, device: str) -> tuple[Step, Any]:
 def without_a_gradient(rank: int, device: str) -> tuple[Step, Any]:
     """On the first rank."""
     model = module(device, find_unused_parameters=True)
-    optimizer = sgd(model)
-
-    def step(x: Tensor) -> Tensor:
-        model.zero_grad()
-        loss = model(x, extra=rank > 0).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step, None
+    model.module.uses_extra = rank > 0
+    return step_of(model, sgd(model)), None
 
 
 def with_grads_kept(rank: int, device: str, text: str) -> tuple[Step, Any]:
     model = module(device, text)
-    optimizer = sgd(model)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad(set_to_none=False)
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step, None
+    return step_of(model, sgd(model), set_to_none=False), None
 
 
 def with_outer_steps(rank: int, device: str, text: str) -> tuple[Step, Any]:

@@ -18,7 +18,7 @@ from fnddp import device as devices
 from fnddp.core.tree import flatten_any
 from tests.accelerator import test_host_waits as waiting
 from tests.accelerator import test_training as training
-from tests.accelerator.steps import by_register, small
+from tests.accelerator.steps import FEEDBACK, by_register, small
 from tests.gpu.record import recorded
 from tests.gpu.test_accelerator import KIND, run_ranks
 
@@ -69,7 +69,7 @@ def test_the_bits_are_those_of_a_host_that_waits(monkeypatch, tmp_path, n, ways)
 
 
 # Torch's class times its own first steps, eight events in each, and waits for those.
-BY_TORCH = [(by_register, (text,)) for text in ("", waiting.FEEDBACK)]
+BY_TORCH = [(by_register, (text,)) for text in ("", FEEDBACK)]
 ROWS = [row for row in waiting.ROWS if (row[1], row[2]) not in BY_TORCH]
 
 
