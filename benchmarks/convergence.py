@@ -687,10 +687,10 @@ class Table:
                 nats[optimizer] = "" if text == safe else f"{round(self.loss(text, optimizer, n), 2) + 0.0:+.2f} nats"
             rows.append((WORDS[rate], cells, fastest, nats))
         is_one = all(len({*fastest.values()}) == 1 for *_, fastest, _ in rows)
-        wanted = f"loss up to {AFFORDABLE} nats: the fastest"
+        wanted = f"loss raised by up to {AFFORDABLE} nats: the fastest"
         heads = [wanted] if is_one else [f"fastest for {optimizer}" for optimizer in RATE]
         lines = [
-            f'| link of each rank | the plain mean | loss below 0.01 nats: `sync="auto"` | {" | ".join(heads)} |',
+            f'| link of each rank | the plain mean | loss raised by less than 0.01 nats: `sync="auto"` | {" | ".join(heads)} |',
             f"| {' | '.join(['---'] * (3 + len(heads)))} |",
         ]
         for words, cells, fastest, nats in rows:

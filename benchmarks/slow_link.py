@@ -137,7 +137,7 @@ def table(found: dict[str, Any]) -> str:
     dense = reached(found["arms"][DDP]["curve"], target)
     lines = [
         f"| training with | minutes to a loss of {target:.3f} | of DDP's time "
-        f"| loss after {found['steps']} steps | GB sent |",
+        f"| loss after {found['steps']} steps | GB sent by each rank |",
         "|---|--:|--:|--:|--:|",
     ]
     for arm, what in found["arms"].items():
