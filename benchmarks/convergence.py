@@ -690,7 +690,8 @@ class Table:
         wanted = f"loss raised by up to {AFFORDABLE} nats: the fastest"
         heads = [wanted] if is_one else [f"fastest for {optimizer}" for optimizer in RATE]
         lines = [
-            f'| link of each rank | the plain mean | loss raised by less than 0.01 nats: `sync="auto"` | {" | ".join(heads)} |',
+            '| link of each rank | the plain mean | loss raised by less than 0.01 nats: `sync="auto"` '
+            f"| {' | '.join(heads)} |",
             f"| {' | '.join(['---'] * (3 + len(heads)))} |",
         ]
         for words, cells, fastest, nats in rows:

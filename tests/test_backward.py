@@ -3,6 +3,7 @@
 Everywhere a weight w of ranks 0 and 1 has the gradients 1 and 2, so the mean is 1.5.
 """
 
+import copy
 import gc
 import threading
 import weakref
@@ -193,6 +194,7 @@ def test_a_thread_may_evaluate_while_another_one_trains(rank: int) -> None:
     model, seen = DDP(TwoLayers()), []
 
     def evaluate(_: Tensor) -> None:
+        model.sync_checkpoint().state_dict()
         with torch.no_grad():
             model(x_of(rank), False)
         with pytest.raises(RuntimeError, match="a backward of this module is running in another thread"):
@@ -263,6 +265,51 @@ def test_a_failed_step_leaves_gradients_where_they_were_and_none_that_nobody_has
         assert flat.tolist() == [MEAN, MEAN]
     else:
         assert [p.grad for p in model.parameters()] == [None, None]
+
+
+GO_ON: dict[str, Any] = {
+    "read": lambda model, _: model.sync_state,
+    "save": lambda model, _: model.sync_checkpoint(),
+    "state_dict": lambda model, _: model.state_dict(sync_state=True),
+    "deepcopy": lambda model, _: copy.deepcopy(model),
+    "another model": lambda _, other: other(x_of(1), False),
+}
+
+
+@pytest.mark.parametrize("how", GO_ON)
+@on_ranks(2)
+def test_a_rank_that_has_caught_an_error_reports_it_when_it_saves_or_calls_a_model(rank: int, how: str) -> None:
+    model, other = DDP(TwoLayers()), DDP(TwoLayers())
+    loss = model(x_of(rank), rank == 1)
+    with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
+        loss.backward()
+    if rank == 1:
+        GO_ON[how](model, other)
+    for each in (other, model):
+        each(x_of(rank), False).backward()
+        assert [p.grad.item() for p in each.parameters()] == [MEAN, MEAN]
+
+
+@pytest.mark.parametrize("text", ["weighted(allreduce)", "fp16(allreduce, check=True)"])
+@on_ranks(2)
+def test_a_step_that_fails_at_its_end_fails_the_others_of_its_backward(rank: int, text: str) -> None:
+    first, last = DDP(TwoLayers(), sync="error_feedback(bf16(allreduce))"), DDP(Weight(), sync=text)
+
+    def step(fails: bool) -> None:
+        first.zero_grad(), last.zero_grad()
+        loss = last(first(x_of(rank) / 3, False)) * (1e6 if fails and "fp16" in text else 1)
+        with nullcontext() if "fp16" in text or (fails and rank == 0) else last.weight(1.0):
+            loss.backward()
+
+    step(False)
+    before = fnddp.state_dict(first.sync_state)
+    with pytest.raises((ValueError, StepFailedError, FloatingPointError)):
+        step(True)
+    after = fnddp.state_dict(first.sync_state)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert [p.grad for p in first.parameters()] == [None, None]
+    step(False)
+    assert first.sync_stats()["failed_steps"] == 1
 
 
 @pytest.mark.parametrize("all_drop", [False, True])

@@ -188,6 +188,17 @@ def test_one_rank_may_load_with_assign(rank: int) -> None:
 
 
 @on_ranks(1)
+def test_a_state_has_the_dtypes_of_assigned_parameters(rank: int) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 4), sync="error_feedback(powersgd(allreduce, rank=1))")
+    model(X).sum().backward()
+    residual = model.sync_state.residual["weight"]
+    model.load_state_dict({key: value.double() for key, value in model.state_dict().items()}, assign=True)
+    assert torch.equal(model.sync_state.residual["weight"], residual.double())
+    model(X.double()).sum().backward()
+    assert model.module.weight.grad.dtype == torch.float64
+
+
+@on_ranks(1)
 def test_steps_that_are_refused_stay_refused_when_parameters_are_assigned(rank: int) -> None:
     model = wrapped()
     for refuse, message in (

@@ -99,6 +99,11 @@ class Backward:
         return self._broken_off is not None
 
     @property
+    def is_in_progress(self) -> bool:
+        """True while the autograd backward runs that will end the open step."""
+        return self.step is not None and self._shared is not None and not self._shared.has_raised
+
+    @property
     def _broken_off(self) -> "_SharedBackward | None":
         """The steps of the autograd backward, if it has raised."""
         shared = self._shared
@@ -134,7 +139,6 @@ class Backward:
             CollectiveError: A collective has failed.
             Exception: The error that was kept, or an error of `late` or `check`.
         """
-        self._shared = None
         try:
             if self.failure is not None:
                 raise self.failure
@@ -157,6 +161,8 @@ class Backward:
             if named is error:
                 raise
             raise named from None
+        finally:
+            self._shared = None
 
     def fail(self, error: BaseException) -> None:
         """Fail the open step, if any, on all ranks, and undo the adapter's changes.
@@ -186,7 +192,14 @@ class Backward:
             self.fail(error)
 
     def require_idle(self) -> None:
-        """Fail a step that is still open, on all ranks, without raising: its backward did not finish."""
+        """Fail a step that is still open, on all ranks, without raising: its backward did not finish.
+
+        Also fail the steps of other models whose backward raised in this thread: the other ranks wait in them first.
+        """
+        with _lock:
+            raised = [each for each in _shared if each.has_raised and each.thread == threading.get_ident()]
+        for each in raised:
+            each.fail(_unfinished())
         if self.step is not None or self.has_raised:
             self.fail_all(_unfinished())
         self._shared = self.failure = None
@@ -203,10 +216,12 @@ class _SharedBackward:
 
     Attributes:
         begun, awaited: Ordered sets: `Backward`s with a step in this backward, and all that it reaches.
+        thread: The thread of the backward.
     """
 
     def __init__(self, ending: "_Ending") -> None:
-        self._ending = weakref.ref(ending)
+        self._ending, self.thread = weakref.ref(ending), threading.get_ident()
+        _shared.add(self)
         self.begun: dict[Backward, None] = {}
         self.awaited: dict[Backward, None] = {}
 
@@ -227,9 +242,10 @@ class _SharedBackward:
 def in_order(backwards: Iterable[Backward]) -> list[Backward]:
     """Return `backwards` in the order in which their steps end. It is the same on all ranks.
 
-    It is the order in which their lanes were created. Autograd may reach them in a different order on each rank.
+    It is the order in which their lanes were created. Autograd may reach them in a different order on each rank. Steps
+    without a plan come first, because they may fail on all ranks after they have voted.
     """
-    return sorted(backwards, key=lambda each: each.engine.number)
+    return sorted(backwards, key=lambda each: (each.engine.plan is not None, each.engine.number))
 
 
 class _Ending:
@@ -248,18 +264,30 @@ class _Ending:
         with _lock:
             _endings.pop(self._task, None)  # code that runs from now on may begin another one
         self.shared.begun, self.shared.awaited = {}, {}
-        failure: BaseException | None = None
-        for backward in in_order(self.ends) if len(self.ends) > 1 else self.ends:
+        backwards = in_order(self.ends) if len(self.ends) > 1 else [*self.ends]
+        failure = self._known_failure(backwards) if len(backwards) > 1 else None
+        for backward in backwards:
             try:
                 with applying(backward.engine):
-                    self.ends[backward]()
-            except BaseException as error:  # other ranks wait for the remaining steps
+                    self.ends[backward]() if failure is None else backward.fail(failure)
+            except BaseException as error:  # other ranks wait for the remaining steps, which fail with this one
                 failure = failure or error
         if failure is not None:
             raise failure
 
+    def _known_failure(self, backwards: Iterable[Backward]) -> BaseException | None:
+        """Return the error with which one of the steps will fail on this rank, as far as it is known before its end."""
+        for each in backwards:
+            try:
+                if each.step is not None:
+                    each.step.require_weight()
+            except ValueError as error:
+                return error
+        return None
+
 
 _endings: "weakref.WeakValueDictionary[int, _Ending]" = weakref.WeakValueDictionary()  # by autograd's number
+_shared: "weakref.WeakSet[_SharedBackward]" = weakref.WeakSet()
 _lock = threading.Lock()  # autograd has a thread for each device
 
 

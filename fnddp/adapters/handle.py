@@ -85,6 +85,7 @@ class HasPipeline:
             RuntimeError: A backward is running.
             ValueError: The state is of another pipeline or other parameters.
         """
+        self._report()  # the caller may save it, and go on
         return self._engine.state
 
     @sync_state.setter
@@ -112,7 +113,7 @@ class HasPipeline:
         Args:
             saved_world_size: The number of ranks that saved the state to load; None for the present number.
         """
-        self._settle()
+        self._report()
         adopt = self._adopt if self._is_measured else None
         return Checkpoint(self, self._group, saved_world_size, adopt=adopt, order=self)
 
@@ -133,10 +134,22 @@ class HasPipeline:
         """See `HasCheckpoint.refuse`."""
         self._engine.refused = error
 
+    def _report(self) -> None:
+        """Fail a step if its backward has raised. Steps that run in other threads continue."""
+        if self._backward.has_raised:
+            self._settle()
+
     def _settle(self) -> None:
-        """Fail a step if its backward did not finish, because the other ranks still wait in that step."""
-        if not torch_private.is_within_backward():
-            self._backward.require_idle()
+        """Fail a step if its backward did not finish, because the other ranks still wait in that step.
+
+        Raises:
+            RuntimeError: Its backward is running in another thread.
+        """
+        if torch_private.is_within_backward():
+            return
+        if self._backward.is_in_progress:
+            raise RuntimeError("a backward of this model is running in another thread; wait until it ends")
+        self._backward.require_idle()
 
     def _adopt(self, sync: Sync) -> None:
         """Continue with `sync`, from its initial state. All ranks call it, between steps."""

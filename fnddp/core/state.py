@@ -160,10 +160,16 @@ def require_like(owner: str, state: State, template: State) -> State:
 
 
 def continued(fresh: State, before: State) -> State:
-    """Return `fresh`, a state for more leaves, with the parts of `before` that have the same path and shape."""
+    """Return `fresh`, a state for other leaves, with the values of those parts of `before` that have the same shape."""
     held = {part.path: part.value for part in parts(before)}
-    kept = [(held.get(part.path), part.value) for part in parts(fresh)]
-    return tree.replace_leaves(fresh, [old if describe(old) == describe(new) else new for old, new in kept])
+
+    def value(part: Part) -> Any:
+        old, new = held.get(part.path), part.value
+        if isinstance(old, Tensor) and isinstance(new, Tensor):
+            return old.to(new.dtype) if old.shape == new.shape else new
+        return old if describe(old) == describe(new) else new
+
+    return tree.replace_leaves(fresh, [value(part) for part in parts(fresh)])
 
 
 def shared(state: State) -> State:

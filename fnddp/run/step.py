@@ -287,8 +287,7 @@ class Step:
                 may be desynchronized.
         """
         require_noticed(self.notices)
-        if self._weight is not None:
-            require_valid(self._weight)
+        self.require_weight()
         absent = self._issue_all()
         if self._captures and absent:
             raise RuntimeError(
@@ -298,6 +297,11 @@ class Step:
             return self._voted(self._vote, absent)
         self._wait_all()
         return frozenset()  # not known without a vote: the zeros of this rank count as gradients
+
+    def require_weight(self) -> None:
+        """Raise a ValueError if the pipeline is `weighted`, and this rank has no valid weight."""
+        if self._weight is not None:
+            require_valid(self._weight)
 
     def commit(self) -> Synchronized:
         """Compute and return the means, after `agree`. No other method writes over gradients and the state.

@@ -314,7 +314,8 @@ class DistributedDataParallel(TorchNames):
         if assign:  # the parameters are new tensors
             before, promises = self._engine, dict(vars(self._promises))
             trained = _trained(self.module, self.parameters_to_ignore, self._trained.parameters)
-            self._use(self.sync, self.sync_state, trained, before.lane)
+            initial = state.continued(self.sync.init(trained.gradients()), self.sync_state)  # dtypes may have changed
+            self._use(self.sync, initial, trained, before.lane)
             if self._engine.learn_from(before):  # consistent with ranks that kept their engine
                 vars(self._promises).update(promises)
         if sync is not self.sync:
