@@ -122,11 +122,24 @@ def test_functions_of_one_size_in_another_order_on_a_rank_are_an_error_on_all(ra
     for step in range(4):
         grads = {"w": torch.full((6,), float(rank))}
         if step == 2:
-            with pytest.raises(RankMismatchError, match=f"this rank's is number {int(rank == 1)} of the functions"):
+            with pytest.raises(RankMismatchError, match="ranks ended steps of different functions at the same time"):
                 (second if rank == 1 else first)(grads, ())
         for run, factor in ((first, 1), (second, 2)):
             mean, _ = run({"w": factor * grads["w"]}, ())
             assert mean["w"].tolist() == [factor * (n - 1) / 2] * 6
+
+
+@on_ranks(2)
+def test_functions_that_a_rank_first_calls_in_another_order_or_with_another_dtype(rank: int) -> None:
+    functions = [fnddp.jit(text) for text in ("fp16(allreduce)", "clip_by_global_norm(fp16(allreduce), max_norm=9)")]
+    grads = {"w": torch.full((6,), float(rank))}
+    with pytest.raises(RankMismatchError, match="ranks ended steps of different functions"):
+        functions[rank](grads, ())
+    with pytest.raises(RankMismatchError, match="or with leaves of different shapes or dtypes"):
+        functions[0]({"w": grads["w"].double()} if rank == 1 else grads, ())
+    for run in (*functions, fnddp.jit(fp16(allreduce))):
+        for _ in range(2):
+            assert run(grads, ())[0]["w"].tolist() == [0.5] * 6
 
 
 @on_ranks(2)

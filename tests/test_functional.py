@@ -313,6 +313,15 @@ def test_leaves_that_have_no_dense_gradient_are_named():
         fnddp.value_and_grad(embedded, allreduce)({"layer": {"w": torch.arange(3)}}, (), index)
 
 
+@on_ranks(1)
+def test_a_state_on_another_device_is_refused_and_the_next_call_works(rank: int) -> None:
+    step, grads = fnddp.jit(error_feedback(fp16(allreduce))), {"w": torch.ones(3)}
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"has float32\[3\] on cpu as 'residual.w', got float32\[3\] on meta"):
+            step(grads, step.init({"w": torch.ones(3, device="meta")}))
+        assert step(grads, step.init(grads))[0]["w"].tolist() == [1.0] * 3
+
+
 def train_step(sync: fnddp.Sync, model: nn.Module):
     def loss_of(params, x, y):
         return (torch.func.functional_call(model, params, (x,)) - y).square().mean()
@@ -354,6 +363,7 @@ def check_compiled_step(rank: int, text: str, named: bool = False) -> int:
 
 # the number of graphs: one, and with a counter one per phase (0, a symbolic step, and after the warm-up)
 GRAPHS = {
+    "topk(allgather, ratio=0.5)": 1,
     "error_feedback(powersgd(fp16(allreduce), rank=2))": 1,
     "warmup(error_feedback(powersgd(bucketize(allreduce), rank=2)), steps=3)": 3,
 }

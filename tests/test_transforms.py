@@ -644,3 +644,10 @@ def test_names_are_taken_once():
         @fnddp.transform
         class fp16(fnddp.Sync):
             inner: fnddp.Sync
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_clipping_leaves_other_elements_of_an_infinite_or_nan_mean_as_they_are(value: float) -> None:
+    leaves = {"w": torch.tensor([3.0, value]), "b": torch.ones(2)}
+    mean, _ = fnddp.clip_by_global_norm(allreduce, max_norm=1.0)(leaves, ())
+    torch.testing.assert_close(mean, leaves, equal_nan=True)

@@ -7,7 +7,6 @@ ranks parts of leaves is a table with two operations: chunks of all leaves (`two
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -134,7 +133,7 @@ class Hop:
         layers: Layers,
         rows: Leaves,
         rank: Any,
-        counts: Mapping[str, Tensor | None] = MappingProxyType({}),
+        counts: Mapping[str, Tensor | None] | None = None,
         again: str = "",
         encoded: Callable[[Layers, Tensor, Key, Tensor | None], Encoded] = encode,
     ) -> "Hop":
@@ -148,7 +147,9 @@ class Hop:
         batches = {name: batch for each in of_owner.values() for name, batch in batches_of(layers, each).items()}
         made: dict[str, Encoded] = {}
         for name, batch in batches.items():
-            made[name] = encoded(layers, batch.x, Key(name + again, rank), counts.get(name) if batch.is_one else None)
+            made[name] = encoded(
+                layers, batch.x, Key(name + again, rank), (counts or {}).get(name) if batch.is_one else None
+            )
         return cls(table, batches, made)
 
     def scatter(self, rank: int, group: str | None) -> Leaves:

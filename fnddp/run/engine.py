@@ -5,12 +5,13 @@ has the same outcome on all ranks: either all have the result, or all raise (on 
 """
 
 import weakref
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, reduce
 from operator import attrgetter
 from time import perf_counter
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -75,6 +76,8 @@ class Engine:
         number, broken, refused: See `Lane`.
         counters: The ints in the state that was released last, by position.
         place: Number of this engine among the engines of its lane, for ranks to detect mixed-up steps: see `Flags`.
+        places: The numbers of its lane if it shares it; it takes one after its first step, which has succeeded on all
+            ranks. Until then its number is a digest of the pipeline and the leaves.
         counts: The ints in the state by position, if `pin` has moved them to the device; None otherwise.
         owns_state: False if the caller passes the state to each step.
         captured: Memory that captured steps of this engine use.
@@ -84,6 +87,7 @@ class Engine:
     broken, refused = delegated("lane.broken"), delegated("lane.refused")
     counters: Mapping[int, int] = {}
     place = 0
+    places: Iterator[int] | None = None
     counts: dict[int, int] | None = None
     owns_state = True
 
@@ -362,6 +366,8 @@ class Engine:
         self.failed_steps += step.has_failed
         self.broken = step.broken or self.broken
         if step.is_done:
+            if self.places is not None:
+                self.place, self.places = next(self.places), None
             self._parts, self.learns_order = step.parts, False
             if self._current is not None:
                 self.count(self._current)
@@ -617,7 +623,7 @@ class Engines:
     def _key(self, leaves: Leaves, state: State) -> Any:
         parts, structure = tree.flatten_any(state)
         likes = tuple((path, leaf.shape, leaf.dtype, leaf.device) for path, leaf in leaves.items())
-        kinds = tuple((part.shape, part.dtype) if isinstance(part, Tensor) else int for part in parts)
+        kinds = tuple((part.shape, part.dtype, part.device) if isinstance(part, Tensor) else int for part in parts)
         world = map(identity, self._groups) if self._wire is C10D else [weakref.ref(self._wire)]
         return likes, structure, kinds, tuple(world)
 
@@ -638,7 +644,8 @@ class Engines:
             self._require_fitting(engine, key, leaves, state)
             engine.connect()
             if self._own_lane is None and not isinstance(self._wire, Elastic):  # a rank that rejoins has fewer engines
-                engine.place = next(lane.places)
+                about = self._sync.over(None), [each[:3] for each in key[0]]  # devices differ between ranks
+                engine.place, engine.places = crc32(repr(about).encode()), lane.places
         self._engines = dict([*self._engines.items(), ((key, lane), engine)][-MAX_PHASES:])
         self.last = engine
         return engine
@@ -652,8 +659,9 @@ class Engines:
         initial_key = self._key(leaves, initial)
         if initial_key == key:
             return
+        have, want = ({kind[2] for kind in of[2] if kind is not int} for of in (key, initial_key))
         try:
-            if engine.prepare(state) is None:  # without a plan nothing has checked the state yet
+            if have - want or engine.prepare(state) is None:  # without a plan nothing has checked the state yet
                 require_like(repr(self._sync), state, initial)
         except Exception as error:
             given = {part.path: part.value for part in parts(state) if isinstance(part.value, int)}

@@ -145,10 +145,9 @@ class Vote:
             raise StepFailedError(self._explanation(None))
         if flags.is_mixed:
             raise RankMismatchError(
-                f"ranks ended steps of different functions at the same time: this rank's is number {self._place} of "
-                "the functions that synchronize on these process groups, in the order of their first calls. State "
-                "and parameters are unchanged on all ranks; call the functions in the same order on all ranks, or "
-                "give each its own process group"
+                "ranks ended steps of different functions at the same time, or with leaves of different shapes or "
+                "dtypes. State and parameters are unchanged on all ranks; call the functions in the same order, with "
+                "the same leaves, on all ranks, or give each its own process group"
             )
         if not flags.counts and self._device.is_asynchronous:
             raise CollectiveError("all ranks gave the weight 0 in this step, and some may have applied it already")

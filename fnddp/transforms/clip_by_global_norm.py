@@ -56,7 +56,7 @@ class clip_by_global_norm(Sync):
         if not norms:
             return inner
         norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
-        factor = (self.max_norm / (norm + _EPSILON)).clamp(max=1.0)
+        factor = torch.where(norm.isfinite(), (self.max_norm / (norm + _EPSILON)).clamp(max=1.0), 1.0)
 
         def scaled(leaf: Tensor) -> Tensor:
             return (leaf * factor.to(leaf.device)).to(leaf.dtype) if is_inexact(leaf) else leaf
