@@ -127,8 +127,9 @@ def test_a_module_counts_what_it_trains() -> None:
 def test_an_unknown_loss_is_refused() -> None:
     with pytest.raises(ValueError, match='loss must be "none" or "some", got \'little\''):
         choose(PARAMS, SLOW, "little", world_size=2)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="backward_seconds must be at least 0, got -1"):
-        choose(PARAMS, SLOW, world_size=2, backward_seconds=-1)
+    for seconds in (-1, math.nan):
+        with pytest.raises(ValueError, match=f"backward_seconds must be at least 0, got {seconds}"):
+            choose(PARAMS, SLOW, world_size=2, backward_seconds=seconds)
 
 
 # On ranks

@@ -94,13 +94,14 @@ WRONG = {
         (["--model", "models.py:Netwrk"], "has no function or module 'Netwrk'; did you mean 'Network'?"),
         (
             ["--model", "models.py:x"],
-            "has no function or module 'x'; it has Network, Positions, alone, broken, frozen, ",
+            "has no function or module 'x'; it has Network, Positions, alone, broken, detached, ",
         ),
         (["--model", "models.py:broken"], "models.py:broken failed: KeyError: 'no such layer' (at "),
         (["--model", "models.py:number"], "number must return a torch.nn.Module or (module, inputs, loss_fn), got int"),
         (["--model", "models.py:frozen"], "has no parameters that require gradients: there is nothing to synchronize"),
         (["--model", "models.py"], "models.py is a file: name its function that makes the model, models.py:fn"),
         (["--model", "absent.py:f"], "cannot import absent.py: FileNotFoundError: [Errno 2] No such file"),
+        (["--model", "models.py:lazy"], "models.py:lazy has uninitialized lazy parameters; run its forward once"),
         (["--import", "script"], "--import: cannot import script: SystemExit: usage: script (at "),
         ([""], "parse: the text is empty, expected a pipeline; write for example fp16(allreduce)"),
         (["Auto"], "parse: unknown name 'Auto'; did you mean 'auto'?\n"),
@@ -127,6 +128,7 @@ WRONG = {
         ([TWO_LEVELS, "--ranks", "node=8,across=2,node=8"], "group 'node' is given twice"),
     ],
     "bench": [
+        (["weighted(allreduce)"], "weighted(allreduce) needs a weight in each step, which commands do not pass"),
         ([], "name a pipeline, such as 'fp16(allreduce)', or pass --codecs"),
         (["allreduce", "--engine", "regster"], "'regster' is not one of 'ddp', 'register', 'value_and_grad'"),
         (["--against", "dpp"], "--against: unknown peer 'dpp'; did you mean 'ddp'?"),
@@ -143,7 +145,10 @@ WRONG = {
     ],
     "tune": [
         (["--within=-1%"], "--within must be 0 or a positive number"),
-        (["--model", "digits", "--data", "text"], "--model digits does not take --data text: RuntimeError"),
+        (["--model", "digits", "--data", "text"], "--model digits fails on --data text: RuntimeError"),
+        (["--model", "models.py:detached"], "detached fails on --data own: RuntimeError: element 0 of tensors does"),
+        (["--model", "models.py:raises"], "raises fails on --data own: RuntimeError: odd gradient (at "),
+        (["--model", "models.py:sparse"], "sparse cannot be tuned: the gradient of weight is sparse; remove sparse"),
         (["--model", "models.py:normalized", "--data", "digits"], "cannot be tuned: 1 (BatchNorm1d) changes its buf"),
         (
             ["--model", "models.py:of_closures"],

@@ -535,6 +535,8 @@ def test_models_and_optimizers_that_do_not_fit_are_refused_on_all_ranks(rank: in
         (other, torch.optim.LBFGS(other.parameters()), {}, TypeError, "closure"),
         (model, [muon, adamw], {"gradients": "allreduce"}, TypeError, "use two_shot"),
         (model, [muon, adamw], {"gradients": "ef21(quantize(two_shot))"}, TypeError, "because of ef21"),
+        (model, [muon, adamw], {"gradients": "bf16(two_shot, check=True)"}, TypeError, "leave out check=True"),
+        (model, [muon, adamw], {"weights": "bf16(allgather, check=True)"}, TypeError, "leave out check=True"),
         (model, [muon, adamw], {"gradients": "auto"}, TypeError, "name a pipeline"),
         (model, [muon, adamw], {"weights": "quantize(two_shot)"}, TypeError, "use allgather"),
         (model, [muon, adamw], {"weights": "ef21(allgather)"}, TypeError, "differences"),

@@ -100,7 +100,8 @@ def test_backward_is_measured_with_the_order_of_gradients():
 
 
 @pytest.mark.parametrize(
-    "text", [*SYNCS, "warmup(sign(allgather), steps=3)", "quantize(two_shot, rounding='stochastic')"]
+    "text",
+    [*SYNCS, "warmup(sign(allgather), steps=3)", "weighted(allreduce)", "quantize(two_shot, rounding='stochastic')"],
 )
 def test_segments_are_measured_for_ranks_that_are_not_there(text):
     params = {name: torch.randn(24, 16) for name in "abc"}

@@ -281,6 +281,14 @@ def test_a_model_that_calls_no_hook_for_unused_buckets_is_refused(rank: int) -> 
         fnddp.register(ddp, allreduce)
 
 
+@on_ranks(1)
+def test_optimizers_that_run_in_backward_are_refused(rank: int) -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    ddp.module.bias._in_backward_optimizers = [torch.optim.SGD([ddp.module.bias])]  # as torch does
+    with pytest.raises(TypeError, match=r"optimizer that runs in backward.*use fnddp.DistributedDataParallel"):
+        fnddp.register(ddp, allreduce)
+
+
 def test_a_handle_says_what_it_is() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:

@@ -96,6 +96,29 @@ def number():
     return 3
 
 
+def lazy():
+    return nn.LazyLinear(3)
+
+
+def detached():
+    return nn.Linear(3, 2), torch.ones(2, 3), lambda output: output.detach().mean()
+
+
+def raises():
+    def odd(_):
+        raise RuntimeError("odd gradient")
+
+    def loss(output):
+        output.register_hook(odd)
+        return output.mean()
+
+    return nn.Linear(3, 2), torch.ones(2, 3), loss
+
+
+def sparse():
+    return nn.Embedding(10, 4, sparse=True), torch.ones(2, dtype=torch.int64), lambda output: output.square().mean()
+
+
 def text_in():
     return nn.Linear(3, 2), "text", torch.sum
 

@@ -280,7 +280,8 @@ def register(
     Raises:
         RankMismatchError: On all ranks, if they disagree about the pipeline, the parameters or the state.
         RuntimeError: The model has a hook already.
-        TypeError: `model` is not a `DistributedDataParallel`; the pipeline is `weighted`.
+        TypeError: `model` is not a `DistributedDataParallel`; the pipeline is `weighted`; a parameter has an optimizer
+            that runs in backward.
         ValueError: The model was wrapped with `skip_all_reduce_unused_params=True`.
 
     >>> import torch.distributed as dist
@@ -304,6 +305,11 @@ def register(
     handles: list[Handle] = []
 
     def set_up() -> dict[str, str]:
+        if any(map(torch_private.optimizers_in_backward, _wrapped(model).parameters.values())):
+            raise TypeError(
+                "register: parameters have an optimizer that runs in backward, and DDP then sets a hook of its own; "
+                "use fnddp.DistributedDataParallel, or remove _apply_optimizer_in_backward"
+            )
         if hook := torch_private.ddp_facts(model).get("comm_hook"):
             raise RuntimeError(f"register: DDP accepts one hook, and {hook} is already set; wrap the module again")
         if model.skip_all_reduce_unused_params:

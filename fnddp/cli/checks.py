@@ -33,14 +33,16 @@ def check_model(name: str, *, trains: bool = True) -> dict[str, Tensor]:
     return parameters
 
 
-def check_pipelines(texts: Sequence[str], parameters: Mapping[str, Tensor]) -> list[Sync]:
-    """Return the pipelines that `texts` describe, if they fit `parameters`."""
+def check_pipelines(texts: Sequence[str], parameters: Mapping[str, Tensor], *, runs: bool = True) -> list[Sync]:
+    """Return the pipelines that `texts` describe, if they fit `parameters` and, with `runs`, need no weight."""
 
     def check(text: str) -> Sync:
         with wrong_if(TypeError, ValueError, RuntimeError):  # RuntimeError: a named group does not exist
             sync = parse(text)
             sync.init(parameters)
-            return sync
+        if runs and sync.takes_weight:
+            raise WrongArgument(f"{text} needs a weight in each step, which commands do not pass; remove weighted")
+        return sync
 
     with terminal.progress("checking pipelines"):
         return [*map(check, texts)]

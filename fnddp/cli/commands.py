@@ -139,7 +139,7 @@ def plan(
         arrival = models.arrival(model)
     setting = plan_report.Setting(model, parameters, sizes, by_text, step, backward, bucket_cap_mb, arrival)
     with within(World(size=sizes)):
-        syncs = checks.check_pipelines(texts, parameters)
+        syncs = checks.check_pipelines(texts, parameters, runs=False)
     for option, text, given in (("--ranks", ranks, sizes), *(("--link", *each) for each in by_text.items())):
         checks.check_groups(option, text, given, syncs)
     planned = terminal.each("lowering", lambda sync: plan_report.planned(sync, setting), syncs)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, relu
+from torch.nn.parameter import UninitializedParameter
 
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.options import MODELS
@@ -134,6 +135,8 @@ def parameters(name: str) -> Params:
             module = _module(make())
     except (WrongArgument, RuntimeError):  # perhaps it reads values; the meta device has none
         module = _module(make())
+    if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
+        raise WrongArgument(f"{name} has uninitialized lazy parameters; run its forward once before you return it")
     return {path: p.to("meta") for path, p in trained(module).items()}
 
 
@@ -167,14 +170,18 @@ def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
                 f"{model} cannot be tuned: {path} ({type(part).__name__}) changes its buffers in forward, and virtual "
                 "ranks cannot do that; use another normalization for the comparison, such as GroupNorm"
             )
+    variables = {name: p for name, p in module.named_parameters() if p.requires_grad}
     first, where = problem.batch(0, ranks, torch.Generator().manual_seed(0)), f"--data {data or 'own'}"
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             loss = problem.loss(module, first)
+            grads = torch.autograd.grad(loss.sum(), [*variables.values()], allow_unused=True)
     except Exception as error:  # a model may raise anything
-        raise WrongArgument(f"--model {model} does not take {where}: {type(error).__name__}: {error}") from error
+        raise WrongArgument(f"--model {model} fails on {where}: {described(error)}") from error
     if loss.ndim:
         raise WrongArgument(f"--model {model} on {where}: the loss must be a scalar, got {list(loss.shape)}")
+    if sparse := [name for name, grad in zip(variables, grads, strict=True) if grad is not None and grad.is_sparse]:
+        raise WrongArgument(f"{model} cannot be tuned: the gradient of {sparse[0]} is sparse; remove sparse=True")
 
     def optimizers(params: list[Tensor]) -> list[torch.optim.Optimizer]:
         made = several(problem.optimizer(params) if rate is None else problem.optimizer(params, lr=rate))

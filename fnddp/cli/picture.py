@@ -88,10 +88,10 @@ def dress(axes: Axes, **grid: Any) -> None:
 
 
 def label(axis: Axis, text: str, unit: str = "") -> None:
-    """Label a logarithmic axis at 1, 2, 5, 10, ..., or where it is short, at even distances, so that no two overlap."""
+    """Label an axis at even distances, or at 1, 2, 5, 10, ... if it is logarithmic and long, so that no two overlap."""
     low, high = axis.get_view_interval()
     fine = LogLocator(subs=(1, 2, 5)) if high < 1000 * low else LogLocator()
-    axis.set_major_locator(MaxNLocator(5) if high < 5 * low else fine)
+    axis.set_major_locator(MaxNLocator(5) if axis.get_scale() != "log" or high < 5 * low else fine)
     axis.set_major_formatter(EngFormatter(unit) if unit else "{x:.4g}")
     axis.set_minor_locator(NullLocator())
     axis.set_label_text(text)

@@ -102,7 +102,8 @@ def plot(tuned: Tuned, found: dict[str, Any]) -> Figure:
             axes.axhline(tuned.mean.loss + tuned.within, color="0.6", linestyle=":", linewidth=1)
         if axes is by_time or tuned.mean.link_bytes:  # one rank sends no bytes
             axes.set_xscale("log")
-        axes.set_yscale("log")  # losses of failed trainings are far above all others
+        if all(each.loss > 0 for each in shown):
+            axes.set_yscale("log")  # losses of failed trainings are far above all others
         dress(axes)
     front = [each for each in tuned.pareto if math.isfinite(each.loss)]
     by_time.plot([each.seconds for each in front], [each.loss for each in front], color="0.7", zorder=0)

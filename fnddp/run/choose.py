@@ -112,6 +112,10 @@ class Choice:
     costs: tuple[Cost, ...] = ()
     backward_seconds: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.backward_seconds is not None and not self.backward_seconds >= 0:  # NaN too
+            raise ValueError(f"backward_seconds must be at least 0, got {self.backward_seconds}")
+
     @property
     def taken(self) -> str:
         """The chosen pipeline, as text."""
@@ -190,7 +194,7 @@ def choose(
         backward_seconds: Time of backward; None if unknown.
 
     Raises:
-        ValueError: `loss` is neither "none" nor "some", or `backward_seconds` is negative.
+        ValueError: `loss` is neither "none" nor "some", or `backward_seconds` is negative or NaN.
 
     >>> params = {"w": torch.empty(4096, 4096, device="meta")}
     >>> for rate in ("100mbit", "100gbit"):
@@ -212,8 +216,6 @@ def choice(
     """Return the choice that `choose` makes, with the costs of all pipelines."""
     if loss not in ("none", "some"):
         raise ValueError(f'choose: loss must be "none" or "some", got {loss!r}')
-    if backward_seconds is not None and backward_seconds < 0:
-        raise ValueError(f"choose: backward_seconds must be at least 0, got {backward_seconds}")
     if isinstance(params, nn.Module):
         leaves: Leaves = {name: p for name, p in params.named_parameters() if p.requires_grad}
     else:

@@ -21,7 +21,7 @@ from fnddp.reducers.carriers import all_gather, two_shot_mean
 from fnddp.reducers.halves import Owners, to_all, to_owners, with_halves
 from fnddp.run.choose import AUTO
 from fnddp.schedules.choose import partition, warmup
-from fnddp.transforms.cast import cast
+from fnddp.transforms.cast import cast, refuse_check
 from fnddp.transforms.memory import ef21, error_feedback
 from fnddp.transforms.weighted import weighted
 
@@ -244,6 +244,7 @@ def first_hop(who: str, gradients: str | Sync) -> Sync:
             "example the one that fnddp.choose_owned returns for a given link"
         )
     sync = pipeline_of(f"{who}: gradients", gradients)
+    refuse_check(f"{who}: gradients", sync)
     for each in all_in(sync):
         is_plain = isinstance(each, two_shot_mean) and not each.server_memory
         if not (
@@ -259,6 +260,7 @@ def first_hop(who: str, gradients: str | Sync) -> Sync:
 def second_hop(who: str, weights: str | Sync, what: str = "weights") -> Sync:
     """Return the pipeline that sends weights from owners; raise a TypeError, naming `what`, if it cannot do so."""
     sync = pipeline_of(f"{who}: {what}", weights)
+    refuse_check(f"{who}: {what}", sync)
     inner = codecs_of(sync)
     for each in all_in(inner):
         if not (isinstance(each, all_gather) or _is_codec(each)):

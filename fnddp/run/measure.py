@@ -21,6 +21,7 @@ from fnddp.run.step import Step
 from fnddp.show.trace import Observer
 from fnddp.wire.groups import World, within
 from fnddp.wire.kinds import Kind
+from fnddp.wire.weights import Weight
 
 CALLS = 5
 """Number of timed repetitions. Results are their medians; one untimed run before them allocates and compiles."""
@@ -101,6 +102,7 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
         raise ValueError(f"measure_segments: leaf {meta[0]!r} is on the meta device; lower the plan with real tensors")
     mirror, observer, generator = _Mirror(plan), Observer(measures=True), torch.Generator().manual_seed(0)
     state = mirror.initial_state() if state is None else state
+    weight = Weight.of(1) if plan.sync.takes_weight else None
     program = Program(
         plan, mirror, PlanMemory(), device=one_of({path: leaf.device for path, leaf in plan.leaves.items()})
     )
@@ -111,7 +113,7 @@ def measure_segments(plan: Plan, state: State = None, *, calls: int = CALLS) -> 
     rows: list[list[float]] = []
     for _ in range(_checked(calls) + 1):
         parts, _ = tree.flatten_any(tree.map_tensors(Tensor.clone, state))
-        step = Step(program, parts, lambda _: None, observer=observer)
+        step = Step(program, parts, lambda _: None, weight=weight, observer=observer)
         for path, grad in grads.items():
             step.feed(path, grad.clone())
         step.finish()

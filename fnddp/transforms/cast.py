@@ -14,6 +14,7 @@ from fnddp.core.sync import (
     Exchange,
     State,
     Sync,
+    all_in,
     groups_of,
     registry,
     require_agreement,
@@ -201,6 +202,12 @@ def bf16(inner: Sync, *, check: bool = False) -> Sync:
     {'w': tensor([1.0000e+00, 1.0003e+30])}
     """
     return cast(inner, torch.bfloat16, check)
+
+
+def refuse_check(who: str, sync: Sync) -> None:
+    """Raise a TypeError if a cast in `sync` has `check=True`: for `who` each cast must carry payloads."""
+    if any(isinstance(each, cast) and each.check for each in all_in(sync)):
+        raise TypeError(f"{who}={sync!r}: leave out check=True, which reads values on the host")
 
 
 registry.add("fp16", fp16)

@@ -38,9 +38,9 @@ def checked_devices(
     module: nn.Module, parameters: Sequence[nn.Parameter], device_ids: list[Any] | None, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
     """Return the device indices for inputs and for the output; None if inputs are not moved."""
-    if isinstance(device_ids, Sync):
+    if isinstance(device_ids, Sync | str):
         raise TypeError(
-            f"{OWNER}: the second argument is device_ids, as in torch's class; give the pipeline by name: "
+            f"{OWNER}: the second argument is device_ids, a list as in torch's class; give the pipeline by name: "
             f"DistributedDataParallel(module, sync={device_ids!r})"
         )
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):

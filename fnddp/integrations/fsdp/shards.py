@@ -24,6 +24,7 @@ from fnddp.reducers.all_reduce import none
 from fnddp.reducers.carriers import allgather, two_shot
 from fnddp.schedules.choose import partition
 from fnddp.torch_private import FSDPGroup, fsdp_groups
+from fnddp.transforms.cast import refuse_check
 from fnddp.transforms.memory import ef21, error_feedback
 from fnddp.transforms.weighted import weighted
 from fnddp.wire.kinds import ALL_GATHER, waited
@@ -325,6 +326,7 @@ def fitting(what: str, sync: Pipeline) -> Sync | None:
     if isinstance(sync, Mapping):
         sync = partition({pattern: pipeline_of(name, each) for pattern, each in sync.items()})
     sync = pipeline_of(name, sync)
+    refuse_check(name, sync)
     inner = sync.inner if what == "gradients" and isinstance(sync, weighted) else sync
     for each in inner.children() if isinstance(inner, partition) else [inner]:
         if each.takes_weight and each is not sync:
