@@ -226,6 +226,12 @@ def test_shards_and_outer_steps_refuse_after_a_load_that_fails_on_the_way(rank: 
         train()
     load(folder, module, optimizer, sync=keeper, **options)
     train()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(keeper), "reset_sync", commit)
+        with pytest.raises(OSError, match="of a disk"):
+            load(folder, module, optimizer, sync=keeper, reset_sync=True, **options)
+    with pytest.raises(RuntimeError, match="load failed while reading"):
+        train()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Outer steps on a model: attached to its optimizer, over any wire, under way while ranks train."""
 
 import copy
+import json
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -8,6 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -433,6 +436,43 @@ def test_an_exchange_that_is_repeated_has_the_tokens_from_its_beginning(rank: in
     assert unsent["now"]["0"] == 5 - 4 * rank
 
 
+@pytest.mark.parametrize("first", [(0, 0), (1, None)])  # all ranks count 0, or one does not count
+@on_ranks(2, threads=True)
+def test_an_exchange_that_its_weights_fail_is_repeated_with_the_tokens_until_then(
+    rank: int, first: tuple[int | None, ...]
+):
+    model, count = make_model(), first[rank]
+    step = outer.streaming_diloco(fnddp.weighted(allreduce), every=2, fragments=1, delay=1, lr=1, momentum=0)
+    attached = outer.attach(model, None, step)
+    start = parameters(model)
+    if count is not None:
+        attached.count(count)
+    for call in range(4):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(4.0 * (rank + 1) if call == 0 else 0.0)
+        with pytest.raises((StepFailedError, ValueError), match="weight: ") if call == 2 else nullcontext():
+            attached.step()
+        if call == 2:
+            attached.count(9 if count else 1 + 2 * rank)  # 9: of a rank that repeats its weight
+    # Ranks have moved by 4 and 8, with weights 1 and 3.
+    torch.testing.assert_close(parameters(model), {name: p + 7 for name, p in start.items()})
+
+
+@pytest.mark.parametrize("text", ["diloco(error_feedback(bf16(allreduce)), every=3)", STREAMING])
+@on_ranks(2, threads=True)
+def test_anchors_are_reset_to_the_first_ranks_parameters_in_the_middle_of_a_period(rank: int, text: str):
+    model, optimizer, attached = attached_model(text)
+    train(model, optimizer, rank, range(4))
+    before = parameters(model)
+    attached.reset_sync()
+    assert bits(parameters(model)) == bits(before)
+    assert bits(attached.state) == bits(attached.outer.init(gather(before)[0]))
+    train(model, optimizer, rank, range(4, 10))
+    assert agree(attached.state.anchor)
+    attached.detach()
+
+
 @on_ranks(2, threads=True)
 def test_tokens_are_kept_in_a_checkpoint(rank: int):
     found: list[Any] = []
@@ -477,6 +517,13 @@ def test_tokens_are_refused_without_a_weighted_pipeline_and_given_by_attach_alon
     _, _, attached = attached_model("diloco(allreduce, every=2)")
     with pytest.raises(TypeError, match=r"count: diloco\(allreduce, every=2\) takes no weight; put weighted"):
         attached.count(1)
+    _, _, attached = attached_model("diloco(weighted(allreduce), every=2)")
+    for tokens, error in ((math.nan, TypeError), (2.0, TypeError), (torch.ones(2).long(), TypeError), (-1, ValueError)):
+        with pytest.raises(error, match="count: tokens must be "):
+            attached.count(tokens)  # pyright: ignore[reportArgumentType]
+    for tokens in (2, np.int64(3), (torch.arange(6) != 1).sum()):
+        attached.count(tokens)
+    assert json.dumps(attached.unsent) == '{"open": {}, "now": {"": 10}}'
     step = outer.parse("des_loc({'params': diloco(weighted(allreduce), every=2)})")
     assert step.takes_weight
     assert step.over("7").groups == {"7"}

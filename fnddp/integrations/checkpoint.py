@@ -185,6 +185,8 @@ def load(
                 set_state_dict(model, stepping, model_state_dict=weights, optim_state_dict=moments, options=options)
         elif moments:
             model.load_local_state(moments)
+        if reset_sync:
+            keeper.reset_sync()
     except BaseException as error:
         _clear(fresh)
         for each, states in before.items():
@@ -195,8 +197,6 @@ def load(
             keeper.refuse(half)
         raise
     keeper.refuse(None)
-    if reset_sync:
-        keeper.reset_sync()
     _clear([each for each, has_stepped in zip(stepping, stepped[_STEPPED], strict=False) if not has_stepped])
     return {name: state[_MORE + name] for name in more or ()}
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import InitVar, dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import nn
 from fnddp.adapters.backward import require_synchronized
 from fnddp.core.agreement import agree_over, agreed_state, description
 from fnddp.core.group import Group, group_name
+from fnddp.core.options import checked_int
 from fnddp.core.state import load_state_dict, parts, state_dict
 from fnddp.core.sync import REPLICATED, State
 from fnddp.core.tree import Leaves
@@ -28,7 +29,7 @@ from fnddp.wire import control
 from fnddp.wire.c10d import C10D, C10d
 from fnddp.wire.groups import Membership, live_group, live_rank
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
-from fnddp.wire.weights import Weight
+from fnddp.wire.weights import NoMeanError, Weight
 
 _TOKENS, _TOKENS_SENT, _TOKENS_OPEN = "tokens", "tokens sent", "tokens of open exchanges"
 
@@ -172,7 +173,8 @@ class Attached:
     @property
     def _live_groups(self) -> Collection[str | None]:
         """The process groups of torch.distributed that exchanges use, if any."""
-        return (self.outer.groups or {None}) if isinstance(self._wire, C10d) and dist.is_initialized() else ()
+        has_groups = isinstance(self._wire, C10d) and dist.is_initialized()
+        return sorted(self.outer.groups or {None}, key=str) if has_groups else ()
 
     @property
     def under_way(self) -> tuple[str, ...]:
@@ -197,6 +199,9 @@ class Attached:
         try:
             with applying(self._exchanges):
                 self._run(leaves, ahead)
+        except NoMeanError:
+            open_at = self._tokens_resumed  # without those of the exchanges that ended here
+            raise
         finally:
             if self._state is before:  # exchanges that ended here are repeated, with their tokens
                 self._tokens_resumed = {name: at for name, at in open_at.items() if name not in self.under_way}
@@ -222,29 +227,37 @@ class Attached:
                     leaf.copy_(stepped[path])
         self._state = state
 
-    def count(self, tokens: int) -> None:
+    def count(self, tokens: SupportsIndex) -> None:
         """Add to the number of tokens, or samples, of this rank: its weight in the next exchange.
 
         Required for a `weighted` pipeline, such as `outer.diloco(weighted(allreduce), every=30)`: each rank calls it
         before an exchange, if need be with 0. The weight of a rank is the number counted since its last exchange; the
         weight of a sharded worker is the sum over its ranks.
 
+        Args:
+            tokens: An int, or an integer tensor of one element. The host waits for a tensor on an accelerator.
+
         Raises:
-            TypeError: No pipeline of the outer step is `weighted`.
+            TypeError: No pipeline of the outer step is `weighted`, or `tokens` is not an integer.
+            ValueError: `tokens` is negative.
         """
         if not self.outer.takes_weight:
             raise TypeError(
                 f"count: {self.outer!r} takes no weight; put weighted(...) around its pipeline, as in "
                 "outer.diloco(weighted(allreduce), every=30)"
             )
-        self._tokens = (self._tokens or 0) + tokens
+        number = checked_int("count: tokens", tokens)
+        if number < 0:
+            raise ValueError(f"count: tokens must be at least 0, got {number}")
+        self._tokens = (self._tokens or 0) + number
 
     def _weight(self, name: str) -> Weight:
         counting = self._shards.total(int(self._tokens is not None))
-        self._tokens_at[name] = self._tokens_resumed.pop(name, self._tokens or 0)
-        total = self._shards.total(self._tokens_at[name] - self._tokens_sent.get(name, 0))
+        at = self._tokens_resumed.pop(name, self._tokens or 0)
+        total = self._shards.total(at - self._tokens_sent.get(name, 0))
         if counting < self._shards.ranks:
             return Weight(math.nan, f"none: {counting} of the {self._shards.ranks} ranks of its worker called count()")
+        self._tokens_at[name] = at
         return Weight.of(total)
 
     @property
@@ -333,8 +346,19 @@ class Attached:
         self._exchanges.lane.refused = error
 
     def reset_sync(self) -> None:
-        """Set the initial state: anchors at the present parameters, and no tokens."""
-        self.state = self._fresh()
+        """Set the initial state: anchors at the first rank's present parameters, and no tokens.
+
+        All ranks call it, between steps. Parameters do not change: the next exchange sends each rank's difference to
+        the first rank's.
+        """
+
+        def fresh() -> State:
+            state = self._fresh()
+            for group in self._live_groups:
+                control.broadcast([*self.outer.anchors(state).values()], group, wire=self._wire)
+            return state
+
+        self.prepare_state(fresh)()
         self._count_from(None if self._tokens is None else 0, {}, {})
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> OuterCheckpoint:

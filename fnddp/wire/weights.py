@@ -78,8 +78,12 @@ def require_weights(everyone: Sequence[Weight]) -> None:
         raise no_mean()
 
 
-def no_mean() -> ValueError:
-    return ValueError("weight: all ranks gave 0, so there is no mean; skip this step on all ranks")
+class NoMeanError(ValueError):
+    """All ranks gave the weight 0."""
+
+
+def no_mean() -> NoMeanError:
+    return NoMeanError("weight: all ranks gave 0, so there is no mean; skip this step on all ranks")
 
 
 def _said(everyone: Sequence[Weight], ranks: Sequence[int]) -> str:
