@@ -118,7 +118,7 @@ def with_accelerate(
     return parameters_of(module), pipelines.handle(model).sync_state
 
 
-def with_trainer(sync: Any, folder: Path, resume: bool = False, **given: Any) -> Any:
+def with_trainer(sync: Any, folder: Path, resume: bool = False, evaluates_first: bool = False, **given: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from fnddp.integrations.huggingface import FnddpTrainerMixin
@@ -138,7 +138,9 @@ def with_trainer(sync: Any, folder: Path, resume: bool = False, **given: Any) ->
     arguments = TrainingArguments(str(folder), **{"max_grad_norm": MAX_NORM, "num_train_epochs": 2, **options, **given})
     made = StockTrainer if sync is None else OurTrainer
     rows: Any = [{"x": x, "y": y} for x, y in data()]
-    trainer = made(model=Regression(), args=arguments, train_dataset=rows, **more)
+    trainer = made(model=Regression(), args=arguments, train_dataset=rows, eval_dataset=rows, **more)
+    if evaluates_first:
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
     return parameters_of(trainer.model)
 
@@ -152,6 +154,20 @@ def test_each_way_ends_with_the_same_parameters(rank: int, tmp_path: Path) -> No
         assert torch.equal(with_trainer(SYNC, tmp_path), expected)
         assert torch.equal(with_trainer("allreduce", tmp_path), with_trainer(None, tmp_path))
         assert not torch.equal(with_trainer(None, tmp_path), expected)
+
+
+@on_ranks(2)
+def test_a_pipeline_runs_also_after_an_evaluation_before_training(rank: int, tmp_path: Path) -> None:
+    """The stock Trainer leaves the model unwrapped then: each rank trains alone, and parameters differ."""
+    for options in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}, {"bf16": True}):
+        with accelerated(rank):
+            expected = with_trainer(SYNC, tmp_path, **options)
+        with accelerated(rank):
+            assert torch.equal(with_trainer(SYNC, tmp_path, evaluates_first=True, **options), expected)
+    with accelerated(rank), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Regression, "is_distributed_loading_by_transformers", True, raising=False)
+        with pytest.raises(TypeError, match=r"OurTrainer: .* so no pipeline would run.*distributed_config"):
+            with_trainer(SYNC, tmp_path)
 
 
 @on_ranks(2)

@@ -222,6 +222,24 @@ def test_the_state_outlives_fit(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_a_search_for_the_learning_rate_leaves_no_trace(rank: int, tmp_path: Path) -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import LearningRateFinder
+    from lightning.pytorch.tuner import Tuner
+
+    from fnddp.integrations.lightning import FnddpStrategy
+
+    with launched(rank):
+        expected = parameters_of(fitted(tmp_path, SYNC, 1)[0])
+        finder = LearningRateFinder(num_training_steps=4, update_attr=False)
+        assert torch.equal(parameters_of(fitted(tmp_path, SYNC, 1, callbacks=[finder])[0]), expected)
+        model, trainer = module(), Trainer(**quiet(tmp_path), strategy=FnddpStrategy(SYNC), max_epochs=1)
+        Tuner(trainer).lr_find(model, loader(), num_training=4, update_attr=False)
+        trainer.fit(model, loader())
+        assert torch.equal(parameters_of(model), expected)
+
+
+@on_ranks(2)
 def test_the_command_line_takes_a_pipeline_as_text(rank: int, tmp_path: Path) -> None:
     from lightning.pytorch.cli import LightningCLI
 

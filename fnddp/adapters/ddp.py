@@ -266,7 +266,8 @@ def register(
     them and continue. If the others cannot be notified of an error (on a GPU, a collective failed, a rank died, or the
     pipeline has a `from_hook`), this rank refuses further steps, and ranks that wait for it fail when it exits or when
     the process group's timeout is over. An error of backward outside the hook reaches them when the model is called
-    again; DDP then refuses further steps on that rank.
+    again, if one of DDP's buckets was full before the error; DDP then refuses further steps on that rank. Otherwise
+    they wait until the timeout.
 
     Args:
         model: The wrapped module.

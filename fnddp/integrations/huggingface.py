@@ -32,6 +32,7 @@ _ADVICE = (
 _log = get_logger(__name__)
 _TRAINER_METHODS = (
     "create_accelerator_and_postprocess",
+    "_prepare_for_training",
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
 )
@@ -48,7 +49,7 @@ class Pipelines:
 
     def handle(self, model: nn.Module) -> Handle:
         """Return the pipeline and its state for a model from `accelerator.prepare`; raise a ValueError without one."""
-        found = self._find(model)
+        found = self.find(model)
         if found is None:
             raise ValueError(
                 f"no pipeline runs in this {type(model).__name__}: either accelerator.prepare did not return it, or "
@@ -110,12 +111,12 @@ class Pipelines:
 
     def _named(self, models: Sequence[nn.Module]) -> Iterator[tuple[str, Handle]]:
         for index, model in enumerate(models):
-            found = self._find(model)
+            found = self.find(model)
             if found is not None:
                 yield f"{_NAME}-{index}" if index else _NAME, found
 
-    def _find(self, model: nn.Module) -> Handle | None:
-        """Return the handle of a model that Accelerate returned, or of its inner module, compiled or not."""
+    def find(self, model: nn.Module) -> Handle | None:
+        """Return the handle of a model from `accelerator.prepare` or of its inner module, compiled or not, or None."""
         mine = {*model.parameters()}  # Accelerate's `compile_regions` copied their modules
         found = [handle for wrapped, handle in self._handles.items() if mine.issuperset(wrapped.parameters())]
         return found[-1] if found else None
@@ -228,7 +229,7 @@ class FnddpTrainerMixin:
     `OurTrainer(model, args, ..., sync=...)` synchronizes gradients with the pipeline `sync`, or its text. Checkpoints
     have the pipeline's state, a file for each rank, and `train(resume_from_checkpoint=...)` continues bit for bit; with
     `reset_sync=True` it begins with the pipeline's initial state, see `prepare`. The wrong choice for several GPUs in
-    one process (a TypeError), and where `prepare` raises.
+    one process and for models from `from_pretrained(distributed_config=...)` (a TypeError), and where `prepare` raises.
 
     Attributes:
         pipelines: The result of `prepare`.
@@ -238,6 +239,7 @@ class FnddpTrainerMixin:
 
     args: Any
     accelerator: Accelerator
+    model: Any
     model_wrapped: nn.Module
     pipelines: Pipelines
 
@@ -265,6 +267,21 @@ class FnddpTrainerMixin:
         if self.args.n_gpu > 1:
             raise TypeError(f"{type(self).__name__}: {self.args.n_gpu} GPUs in one process; use one each (torchrun)")
         self.pipelines = prepare(self.accelerator, self._sync, reset_sync=self._resets_sync)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        is_alone = self.accelerator.num_processes == 1
+        if not is_alone and self.pipelines.find(self.model_wrapped) is None:
+            # `evaluate` and `predict` before training mark the model as prepared without wrapping it. Accelerate would
+            # then return it as it is (`Accelerator.prepare_model`).
+            self.model._is_accelerate_prepared, self.model_wrapped = False, self.model
+        prepared = super()._prepare_for_training(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if not is_alone and self.pipelines.find(self.model_wrapped) is None:
+            raise TypeError(
+                f"{type(self).__name__}: the Trainer has not wrapped the model in DistributedDataParallel, so no "
+                "pipeline would run. It does not wrap models from from_pretrained(distributed_config=...): load the "
+                "model without that argument"
+            )
+        return prepared
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # pyright: ignore[reportAttributeAccessIssue]

@@ -90,13 +90,14 @@ class FnddpStrategy(DDPStrategy):
             checkpoint = {**checkpoint, KEY: _gathered(Checkpoint(owner, None, order=owner))}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, and keep its pipeline state for the `fit` that begins."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights and the pipeline's state; if `fit` has yet to wrap the module, keep the state until then."""
+        super().load_model_state_dict(checkpoint, strict=strict)
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+        if isinstance(self.model, DistributedDataParallel):
+            _restore(self.model, checkpoint.get(KEY, {}))
+        elif self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._kept, self._loaded = None, None if self._resets else checkpoint.get(KEY, {})
-        return checkpoint
 
     def teardown(self) -> None:
         """Unwrap the module, and keep the state on the CPU for the next `fit` of the same module."""
