@@ -20,7 +20,7 @@ from fnddp import torch_private
 from fnddp.run.engine import Engine, begin_next
 from fnddp.run.step import Step, Synchronized, applying, in_profile
 from fnddp.torch_private import current_backward
-from fnddp.wire.protocol import Elastic
+from fnddp.wire.protocol import CollectiveError, Elastic
 
 Owner = TypeVar("Owner")
 
@@ -269,7 +269,10 @@ class _Ending:
         for backward in backwards:
             try:
                 with applying(backward.engine):
-                    self.ends[backward]() if failure is None else backward.fail(failure)
+                    if failure is None or isinstance(failure, CollectiveError):  # that one cannot be reported
+                        self.ends[backward]()
+                    else:
+                        backward.fail(failure)
             except BaseException as error:  # other ranks wait for the remaining steps, which fail with this one
                 failure = failure or error
         if failure is not None:
