@@ -290,6 +290,30 @@ def test_a_rank_that_has_caught_an_error_reports_it_when_it_saves_or_calls_a_mod
         assert [p.grad.item() for p in each.parameters()] == [MEAN, MEAN]
 
 
+@pytest.mark.parametrize("calls_last", [False, True])
+@on_ranks(2)
+def test_errors_of_two_backwards_are_reported_in_their_order(rank: int, calls_last: bool) -> None:
+    models = [DDP(TwoLayers()) for _ in range(6)]  # more than two, for an order of a set to be another one
+    for loss in [model(x_of(rank), rank == 1) for model in models]:
+        with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
+            loss.backward()
+    for model in reversed(models) if calls_last else models:
+        model(x_of(rank), False).backward()
+        assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
+
+
+@on_ranks(2)
+def test_a_rank_that_saves_the_state_of_a_hook_reports_its_error(rank: int) -> None:
+    ddp = nn.parallel.DistributedDataParallel(TwoLayers(), bucket_cap_mb=1e-6)
+    handle = fnddp.register(ddp, "error_feedback(fp16(allreduce))")
+    ddp(x_of(rank), False).backward()  # after it DDP has a bucket for each parameter
+    ddp.zero_grad()
+    loss = ddp(x_of(rank), rank == 1)
+    with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
+        loss.backward()
+    handle.sync_checkpoint()
+
+
 @pytest.mark.parametrize("text", ["weighted(allreduce)", "fp16(allreduce, check=True)"])
 @on_ranks(2)
 def test_a_step_that_fails_at_its_end_fails_the_others_of_its_backward(rank: int, text: str) -> None:

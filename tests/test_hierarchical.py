@@ -206,6 +206,13 @@ def test_nodes_of_one_rank(rank: int) -> None:
     sync = hierarchical(allreduce.over((mesh, "across")), intra=(mesh, "inside"))
     leaves = {"w": torch.full((3,), float(rank))}
     assert sync(leaves, sync.init(leaves))[0]["w"].tolist() == [0.5] * 3
+    with pytest.raises(ValueError, match="another group than"):
+        hierarchical(allreduce.over((mesh, "inside")), intra=(mesh, "inside")).init(leaves)
+
+
+def test_nodes_of_one_rank_are_planned() -> None:
+    sync = hierarchical(allreduce.over("across"), intra="inside")
+    assert fnddp.lower(sync, {"w": torch.ones(3)}, world_size={"inside": 1, "across": 2}).collectives
 
 
 @on_ranks(4)

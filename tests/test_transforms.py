@@ -647,7 +647,12 @@ def test_names_are_taken_once():
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_clipping_leaves_other_elements_of_an_infinite_or_nan_mean_as_they_are(value: float) -> None:
+def test_clipping_makes_of_infinite_and_nan_means_what_torch_makes_of_them(value: float) -> None:
     leaves = {"w": torch.tensor([3.0, value]), "b": torch.ones(2)}
     mean, _ = fnddp.clip_by_global_norm(allreduce, max_norm=1.0)(leaves, ())
-    torch.testing.assert_close(mean, leaves, equal_nan=True)
+    parameters = [torch.zeros(2, requires_grad=True) for _ in leaves]
+    for parameter, grad in zip(parameters, leaves.values(), strict=True):
+        parameter.grad = grad.clone()
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    want = {name: parameter.grad for name, parameter in zip(leaves, parameters, strict=True)}
+    torch.testing.assert_close(mean, want, equal_nan=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fnddp import torch_private
+from fnddp.device import device_of
 from fnddp.run.engine import Engine, begin_next
 from fnddp.run.step import Step, Synchronized, applying, in_profile
 from fnddp.torch_private import current_backward
@@ -45,7 +46,10 @@ class Backward:
 
     Attributes:
         failure: The first error of this rank in the open step, kept for its end.
+        is_starting: True while a step begins that an autograd backward will end.
     """
+
+    is_starting = False
 
     def __init__(
         self,
@@ -100,8 +104,8 @@ class Backward:
 
     @property
     def is_in_progress(self) -> bool:
-        """True while the autograd backward runs that will end the open step."""
-        return self.step is not None and self._shared is not None and not self._shared.has_raised
+        """True while an autograd backward runs that ends this one's step. False if the adapter ends it by itself."""
+        return self.is_starting or (self._shared is not None and not self._shared.has_raised)
 
     @property
     def _broken_off(self) -> "_SharedBackward | None":
@@ -194,7 +198,8 @@ class Backward:
     def require_idle(self) -> None:
         """Fail a step that is still open, on all ranks, without raising: its backward did not finish.
 
-        Also fail the steps of other models whose backward raised in this thread: the other ranks wait in them first.
+        Also fail the steps of other models whose backward raised in this thread, in the order in which other ranks wait
+        in them. (On an accelerator autograd has threads of its own, so these steps are failed by their own models.)
         """
         with _lock:
             raised = [each for each in _shared if each.has_raised and each.thread == threading.get_ident()]
@@ -216,12 +221,12 @@ class _SharedBackward:
 
     Attributes:
         begun, awaited: Ordered sets: `Backward`s with a step in this backward, and all that it reaches.
-        thread: The thread of the backward.
+        thread: The thread in which autograd runs its hooks.
     """
 
     def __init__(self, ending: "_Ending") -> None:
         self._ending, self.thread = weakref.ref(ending), threading.get_ident()
-        _shared.add(self)
+        _shared[self] = None
         self.begun: dict[Backward, None] = {}
         self.awaited: dict[Backward, None] = {}
 
@@ -269,7 +274,8 @@ class _Ending:
         for backward in backwards:
             try:
                 with applying(backward.engine):
-                    if failure is None or isinstance(failure, CollectiveError):  # that one cannot be reported
+                    is_asynchronous = device_of(backward.engine.device).is_asynchronous
+                    if failure is None or is_asynchronous or isinstance(failure, CollectiveError):  # not reported
                         self.ends[backward]()
                     else:
                         backward.fail(failure)
@@ -285,12 +291,12 @@ class _Ending:
                 if each.step is not None:
                     each.step.require_weight()
             except ValueError as error:
-                return error
-        return None
+                return each.failure or error
+        return next((each.failure for each in backwards if each.failure is not None), None)
 
 
 _endings: "weakref.WeakValueDictionary[int, _Ending]" = weakref.WeakValueDictionary()  # by autograd's number
-_shared: "weakref.WeakSet[_SharedBackward]" = weakref.WeakSet()
+_shared: "weakref.WeakKeyDictionary[_SharedBackward, None]" = weakref.WeakKeyDictionary()  # in the order of creation
 _lock = threading.Lock()  # autograd has a thread for each device
 
 

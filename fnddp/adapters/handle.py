@@ -85,7 +85,8 @@ class HasPipeline:
             RuntimeError: A backward is running.
             ValueError: The state is of another pipeline or other parameters.
         """
-        self._report()  # the caller may save it, and go on
+        if self._backward.has_raised:
+            self._settle()  # the caller may save it, and go on
         return self._engine.state
 
     @sync_state.setter
@@ -113,7 +114,8 @@ class HasPipeline:
         Args:
             saved_world_size: The number of ranks that saved the state to load; None for the present number.
         """
-        self._report()
+        if self._backward.has_raised:  # steps that run in other threads continue
+            self._settle()
         adopt = self._adopt if self._is_measured else None
         return Checkpoint(self, self._group, saved_world_size, adopt=adopt, order=self)
 
@@ -133,11 +135,6 @@ class HasPipeline:
     def refuse(self, error: BaseException | None) -> None:
         """See `HasCheckpoint.refuse`."""
         self._engine.refused = error
-
-    def _report(self) -> None:
-        """Fail a step if its backward has raised. Steps that run in other threads continue."""
-        if self._backward.has_raised:
-            self._settle()
 
     def _settle(self) -> None:
         """Fail a step if its backward did not finish, because the other ranks still wait in that step.
@@ -206,6 +203,10 @@ class PipelineHandle(HasPipeline):
             f"a {type(self).__name__} belongs to one model and cannot be copied or pickled; save "
             "fnddp.state_dict(handle.sync_state), and attach the pipeline to the copy of the model"
         )
+
+    def sync_checkpoint(self, saved_world_size: int | None = None) -> Checkpoint:
+        self._settle()  # autograd does not tell whether the backward has raised
+        return super().sync_checkpoint(saved_world_size)
 
     def _connect(self, *, is_measured: bool) -> None:
         """Prepare the first step after all ranks have agreed on the pipeline; `is_measured` if "auto" chose it."""

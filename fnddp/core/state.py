@@ -166,7 +166,7 @@ def continued(fresh: State, before: State) -> State:
     def value(part: Part) -> Any:
         old, new = held.get(part.path), part.value
         if isinstance(old, Tensor) and isinstance(new, Tensor):
-            return old.to(new.dtype) if old.shape == new.shape else new
+            return old.to(new) if old.shape == new.shape else new
         return old if describe(old) == describe(new) else new
 
     return tree.replace_leaves(fresh, [value(part) for part in parts(fresh)])

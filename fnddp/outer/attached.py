@@ -133,7 +133,7 @@ class Attached:
         self._exchanges = Overlapped(self._wire, self._require_known, self._shards.voters, self._weight)
         if connects:  # else in the first exchange: other ranks may have connected long ago
             device = local(next(iter(self._parameters.values()))).device
-            self._exchanges.connect([*sorted(self.outer.groups or {None}, key=str), *self._shards.voters], device)
+            self._exchanges.connect([*(self.outer.groups or (None,)), *self._shards.voters], device)
         self._tokens: int | None = None  # that this rank has counted
         self._tokens_at: dict[str, int] = {}  # at the beginning of the open or last exchange, by its name
         self._tokens_sent: dict[str, int] = {}  # with the last exchange that was committed
@@ -174,7 +174,7 @@ class Attached:
     def _live_groups(self) -> Collection[str | None]:
         """The process groups of torch.distributed that exchanges use, if any."""
         has_groups = isinstance(self._wire, C10d) and dist.is_initialized()
-        return sorted(self.outer.groups or {None}, key=str) if has_groups else ()
+        return (self.outer.groups or (None,)) if has_groups else ()
 
     @property
     def under_way(self) -> tuple[str, ...]:
@@ -199,8 +199,8 @@ class Attached:
         try:
             with applying(self._exchanges):
                 self._run(leaves, ahead)
-        except NoMeanError:
-            open_at = self._tokens_resumed  # without those of the exchanges that ended here
+        except NoMeanError:  # exchanges with a weight of 0 are repeated with the tokens counted until then
+            open_at = {name: at for name, at in open_at.items() if at != self._tokens_sent.get(name, 0)}
             raise
         finally:
             if self._state is before:  # exchanges that ended here are repeated, with their tokens
@@ -349,16 +349,12 @@ class Attached:
         """Set the initial state: anchors at the first rank's present parameters, and no tokens.
 
         All ranks call it, between steps. Parameters do not change: the next exchange sends each rank's difference to
-        the first rank's.
+        the first rank's. (Over another wire than torch.distributed, anchors are at each rank's own parameters.)
         """
-
-        def fresh() -> State:
-            state = self._fresh()
-            for group in self._live_groups:
-                control.broadcast([*self.outer.anchors(state).values()], group, wire=self._wire)
-            return state
-
-        self.prepare_state(fresh)()
+        state = self._fresh()
+        for group in self._live_groups:
+            control.broadcast([*self.outer.anchors(state).values()], group, wire=self._wire)
+        self.state = state
         self._count_from(None if self._tokens is None else 0, {}, {})
 
     def sync_checkpoint(self, saved_world_size: int | None = None) -> OuterCheckpoint:
@@ -374,7 +370,7 @@ class Attached:
     @property
     def plan(self) -> OuterPlan:
         """The exchanges of a period on this rank's leaves, and the bytes between workers: see `fnddp.outer.lower`."""
-        groups = self.outer.groups or {None}
+        groups = self.outer.groups or (None,)
         sizes = {group: self._wire.size(group) for group in groups}
         world_size = sizes[next(iter(groups))] if len(groups) == 1 else sizes
         return lower(self.outer, self._leaves(), world_size=world_size)

@@ -8,6 +8,7 @@ import abc
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from fnddp.core import tree
 from fnddp.core.expression import Expression
 from fnddp.core.parse import pipeline_of, read
-from fnddp.core.sync import Registry, State, Sync, registry, require_subclass
+from fnddp.core.sync import Registry, State, Sync, groups_of, registry, require_subclass
 from fnddp.core.tree import Leaves, Tree
 from fnddp.torch_private import without_autocast
 
@@ -71,10 +72,13 @@ class Outer(Expression, abc.ABC):
         return self.every
 
     @property
-    def groups(self) -> frozenset[str | None] | None:
-        """Names of the process groups that its pipelines reduce over; None if one of them is unknown."""
-        inner: list[frozenset[str | None] | None] = [child.groups for child in self._children()]
-        return frozenset(name for names in inner for name in names or ()) if None not in inner else None
+    def groups(self) -> tuple[str | None, ...] | None:
+        """Names of the process groups of its pipelines, in their order in its text; None if one of them is unknown."""
+        children: list[Sync | Outer] = [*self._children()]
+        if any(child.groups is None for child in children):
+            return None
+        names = [child.groups or () if isinstance(child, Outer) else groups_of(child) for child in children]
+        return tuple(dict.fromkeys(chain.from_iterable(names)))
 
     @property
     def takes_weight(self) -> bool:

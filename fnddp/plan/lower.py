@@ -250,7 +250,7 @@ def _nbytes(made: Any) -> int:
     return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
 
 
-def planned_world(pipeline: Expression, groups: frozenset[str | None] | None, world_size: WorldSize | None) -> World:
+def planned_world(pipeline: Expression, groups: Collection[str | None] | None, world_size: WorldSize | None) -> World:
     """Return the world to plan `pipeline` for (it may also be an outer step): see `lower`.
 
     `groups` are the groups that the pipeline reduces over; None if unknown.

@@ -173,9 +173,9 @@ class hierarchical(Sync):
 
     def _require_groups(self) -> None:
         across, inside = self.inner.groups or frozenset(), self._inside
-        if collectives.world_size(inside) == 1 < collectives.world_size(None):  # nodes of one rank
-            return
         for group in across & {None, inside}:
+            if collectives.world_size(inside) == 1 < collectives.world_size(group):  # nodes of one rank
+                continue
             which = "the default one" if group is None else f"{group!r}, that inside the node"
             raise ValueError(
                 f"hierarchical: {self.inner!r} must reduce across nodes, over another group than {which}, whose ranks "

@@ -19,7 +19,7 @@ from torch import Tensor
 from fnddp.core import tree
 from fnddp.core.buckets import BUCKET_CAPS
 from fnddp.core.state import parts, require_like, shared
-from fnddp.core.sync import REMEMBERED, State, Sync, groups_of, require_takes_weight
+from fnddp.core.sync import REMEMBERED, State, Sync, all_in, groups_of, require_takes_weight
 from fnddp.core.tree import Leaves, without_wrappers
 from fnddp.device import device_of, one_of
 from fnddp.ir.plan_data import require_backend
@@ -43,6 +43,8 @@ SLOW_SECONDS = 2
 """Seconds after which a lowering is logged, because the step that waits for it may seem to hang."""
 
 _NO_PLAN = "it has no plan: it reads values, or runs foreign code"
+
+_NUMBERS = 128  # of engines on a lane; digests are above, and both fit a byte
 
 MAX_PHASES = 8  # plans kept: few phases suffice, unless each plan holds for one value of a growing counter
 
@@ -77,7 +79,7 @@ class Engine:
         counters: The ints in the state that was released last, by position.
         place: Number of this engine among the engines of its lane, for ranks to detect mixed-up steps: see `Flags`.
         places: The numbers of its lane if it shares it; it takes one after its first step, which has succeeded on all
-            ranks. Until then its number is a digest of the pipeline and the leaves.
+            ranks. Until then its number is a digest of the types of the pipeline's transforms and of the leaves.
         counts: The ints in the state by position, if `pin` has moved them to the device; None otherwise.
         owns_state: False if the caller passes the state to each step.
         captured: Memory that captured steps of this engine use.
@@ -367,7 +369,7 @@ class Engine:
         self.broken = step.broken or self.broken
         if step.is_done:
             if self.places is not None:
-                self.place, self.places = next(self.places), None
+                self.place, self.places = next(self.places) % _NUMBERS, None
             self._parts, self.learns_order = step.parts, False
             if self._current is not None:
                 self.count(self._current)
@@ -644,8 +646,9 @@ class Engines:
             self._require_fitting(engine, key, leaves, state)
             engine.connect()
             if self._own_lane is None and not isinstance(self._wire, Elastic):  # a rank that rejoins has fewer engines
-                about = self._sync.over(None), [each[:3] for each in key[0]]  # devices differ between ranks
-                engine.place, engine.places = crc32(repr(about).encode()), lane.places
+                types = [type(each).__name__ for each in all_in(self._sync)]
+                about = types, [each[:3] for each in key[0]]  # devices differ between ranks
+                engine.place, engine.places = _NUMBERS + crc32(repr(about).encode()) % _NUMBERS, lane.places
         self._engines = dict([*self._engines.items(), ((key, lane), engine)][-MAX_PHASES:])
         self.last = engine
         return engine

@@ -38,7 +38,7 @@ class Lane:
     than torch.distributed, or torchcomms), lanes share the group or the wire.
 
     Attributes:
-        number: Number in the order of construction. Steps that share a backward end in this order.
+        number: Number in the order of construction. Steps that share a backward end in this order: see `in_order`.
         begun, ended: Counts of steps.
         engines: Number of engines that it has had.
         places: Counter that numbers engines, for ranks to detect mixed-up steps: see `Flags`.

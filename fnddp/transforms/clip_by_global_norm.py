@@ -18,8 +18,9 @@ class clip_by_global_norm(Sync):
     """Scale the mean down to a Euclidean norm of `max_norm` over all of its leaves, if its norm is larger.
 
     It has the effect of `torch.nn.utils.clip_grad_norm_` on synchronized gradients, with the same factor on all ranks.
-    The norm is computed in float32, or wider where a leaf is. Integer leaves are neither counted nor scaled. A mean
-    with NaN or infinite values is returned unchanged. `inner` must give all ranks the same mean.
+    The norm is computed in float32, or wider where a leaf is. Integer leaves are neither counted nor scaled. As in
+    torch, a NaN makes all elements NaN, and an infinite element becomes NaN and all others 0. `inner` must give all
+    ranks the same mean.
 
     The wrong choice inside memory, because memory sends the clipped part later: put it outside; and where gradients are
     accumulated over several synchronized backwards, or are scaled by a loss scaler.
@@ -56,7 +57,7 @@ class clip_by_global_norm(Sync):
         if not norms:
             return inner
         norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
-        factor = torch.where(norm.isfinite(), (self.max_norm / (norm + _EPSILON)).clamp(max=1.0), 1.0)
+        factor = (self.max_norm / (norm + _EPSILON)).clamp(max=1.0)
 
         def scaled(leaf: Tensor) -> Tensor:
             return (leaf * factor.to(leaf.device)).to(leaf.dtype) if is_inexact(leaf) else leaf

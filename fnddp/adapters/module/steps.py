@@ -192,11 +192,15 @@ class Steps:
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if isinstance(self.engine.wire, Elastic) and (self._before is None or not self.awaits_commit):
             self._before = {name: grad.detach().clone() for name, grad in grads.items()}, self.unsynchronized.copy()
-        with _lock:
-            others = [each for each in reversed([*_forwarded]) if each is not self and each.is_armed]
-        reached = [each.backward for each in others if not each.engine.is_open and each._is_reached()]
-        self.backward.end_with_autograds(self._finish, reached)  # first: other threads must not see an unfinished step
-        step = self._begin(self.weight)
+        self.backward.is_starting = True  # so that other threads do not take it for an unfinished step
+        try:
+            step = self._begin(self.weight)
+            with _lock:
+                others = [each for each in reversed([*_forwarded]) if each is not self and each.is_armed]
+            reached = [each.backward for each in others if not each.engine.is_open and each._is_reached()]
+            self.backward.end_with_autograds(self._finish, reached)
+        finally:
+            self.backward.is_starting = False
         task, keeps_graph = current_backward(), torch.is_grad_enabled()
         self._taken = taken = _Taken(task, set(grads), keeps_graph, self._always_sparse.copy())
         kept = grads.keys() - self.unsynchronized - {accumulated}

@@ -321,7 +321,7 @@ class DistributedDataParallel(TorchNames):
         if sync is not self.sync:
             self._adopt(sync)
         if synced:
-            self._engine.state = loaded_state
+            self._engine.state = state.continued(self._engine.state, loaded_state)  # in the dtypes of new parameters
         return loaded
 
     # Forward
