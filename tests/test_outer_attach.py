@@ -526,7 +526,7 @@ def test_tokens_are_refused_without_a_weighted_pipeline_and_given_by_attach_alon
     assert json.dumps(attached.unsent) == '{"open": {}, "now": {"": 10}}'
     step = outer.parse("des_loc({'params': diloco(weighted(allreduce), every=2)})")
     assert step.takes_weight
-    assert step.over("7").groups == {"7"}
+    assert step.over("7").groups == ("7",)
     plan = outer.lower(step, {"params": {"w": torch.empty(4)}}, world_size=2)
     assert [each.plan.wire_bytes for each in plan.exchanges] == [8 + 16]
     for run in (partial(step, {"params": {}}, ()), partial(outer.simulate, step, 2)):
