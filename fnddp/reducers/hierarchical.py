@@ -174,13 +174,20 @@ class hierarchical(Sync):
     def _require_groups(self) -> None:
         across, inside = self.inner.groups or frozenset(), self._inside
         for group in across & {None, inside}:
-            if collectives.world_size(inside) == 1 < collectives.world_size(group):  # nodes of one rank
+            if _has_one_rank(inside) and not _has_one_rank(group):  # nodes of one rank
                 continue
             which = "the default one" if group is None else f"{group!r}, that inside the node"
             raise ValueError(
                 f"hierarchical: {self.inner!r} must reduce across nodes, over another group than {which}, whose ranks "
                 f"have other shards; name it, hierarchical({self.inner.over(None)!r}.over(across), intra=inside)"
             )
+
+
+def _has_one_rank(group: str | None) -> bool:
+    try:
+        return collectives.world_size(group) == 1
+    except RuntimeError:  # it does not exist yet
+        return False
 
 
 @dataclass(frozen=True, repr=False)
