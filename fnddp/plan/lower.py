@@ -269,7 +269,7 @@ def planned_world(pipeline: Expression, groups: Collection[str | None] | None, w
             )
         return World(size=n)
     sizes = {group: _checked(f"world_size[{group!r}]", n) for group, n in world_size.items()}
-    if groups is not None and sizes.keys() != groups:
+    if groups is not None and {*sizes} != {*groups}:
         raise ValueError(
             f"lower: world_size must give exactly the sizes of the groups of {pipeline!r}, which reduces over {over}; "
             f"got {sizes}"
