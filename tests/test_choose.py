@@ -165,7 +165,8 @@ def test_all_ranks_take_and_log_one(slow: None, caplog: pytest.LogCaptureFixture
     assert ": 2 ranks, 800 bit/s, 0 s a message; " in line
     assert "allreduce 85.8 s + " in line
     assert f"of a step: {FAR} " in line
-    assert "; runner-up: bf16(allreduce), whose worst case takes 1.8" in line  # 1.80 or 1.81: encoding is measured
+    # 1.805, rounded to either side by the measured times of encoding
+    assert re.search(r"; runner-up: bf16\(allreduce\), whose worst case takes 1\.8[01]x as long\. ", line)
     assert line.endswith(f'To pin it: sync="{FAR}"')
 
 

@@ -200,9 +200,7 @@ def test_training_on_two_simulated_levels_is_near_that_on_one() -> None:
 
 @on_ranks(2)
 def test_nodes_of_one_rank(rank: int) -> None:
-    mesh = dist.init_device_mesh(
-        "cpu", (2, 1), mesh_dim_names=("across", "inside")
-    )  # of which one is the default group
+    mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("across", "inside"))  # "across" is the default group
     sync = hierarchical(allreduce.over((mesh, "across")), intra=(mesh, "inside"))
     leaves = {"w": torch.full((3,), float(rank))}
     assert sync(leaves, sync.init(leaves))[0]["w"].tolist() == [0.5] * 3

@@ -274,8 +274,11 @@ class _Ending:
         for backward in backwards:
             try:
                 with applying(backward.engine):
-                    is_asynchronous = device_of(backward.engine.device).is_asynchronous
-                    if failure is None or is_asynchronous or isinstance(failure, CollectiveError):  # not reported
+                    if (
+                        failure is None
+                        or isinstance(failure, CollectiveError)  # cannot be reported, as all errors on an accelerator
+                        or device_of(backward.engine.device).is_asynchronous
+                    ):
                         self.ends[backward]()
                     else:
                         backward.fail(failure)

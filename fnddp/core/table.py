@@ -145,11 +145,10 @@ class Hop:
         for path, row in rows.items():
             of_owner[table.cuts[path].owner][path] = row
         batches = {name: batch for each in of_owner.values() for name, batch in batches_of(layers, each).items()}
+        counts = counts or {}
         made: dict[str, Encoded] = {}
         for name, batch in batches.items():
-            made[name] = encoded(
-                layers, batch.x, Key(name + again, rank), (counts or {}).get(name) if batch.is_one else None
-            )
+            made[name] = encoded(layers, batch.x, Key(name + again, rank), counts.get(name) if batch.is_one else None)
         return cls(table, batches, made)
 
     def scatter(self, rank: int, group: str | None) -> Leaves:

@@ -173,8 +173,7 @@ class Attached:
     @property
     def _live_groups(self) -> Collection[str | None]:
         """The process groups of torch.distributed that exchanges use, if any."""
-        has_groups = isinstance(self._wire, C10d) and dist.is_initialized()
-        return (self.outer.groups or (None,)) if has_groups else ()
+        return (self.outer.groups or (None,)) if isinstance(self._wire, C10d) and dist.is_initialized() else ()
 
     @property
     def under_way(self) -> tuple[str, ...]:

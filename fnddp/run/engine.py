@@ -646,8 +646,7 @@ class Engines:
             self._require_fitting(engine, key, leaves, state)
             engine.connect()
             if self._own_lane is None and not isinstance(self._wire, Elastic):  # a rank that rejoins has fewer engines
-                types = [type(each).__name__ for each in all_in(self._sync)]
-                about = types, [each[:3] for each in key[0]]  # devices differ between ranks
+                about = [type(x).__name__ for x in all_in(self._sync)], [x[:3] for x in key[0]]  # without devices
                 engine.place, engine.places = _NUMBERS + crc32(repr(about).encode()) % _NUMBERS, lane.places
         self._engines = dict([*self._engines.items(), ((key, lane), engine)][-MAX_PHASES:])
         self.last = engine

@@ -70,7 +70,7 @@ class Vote:
         device: Device,
         place: int = 0,
     ) -> None:
-        self._leaves, self._wire, self._device, self._place = leaves, wire, device, place % 256
+        self._leaves, self._wire, self._device, self._place = leaves, wire, device, place
         self.groups = [group for group in groups if wire.size(group) > 1]
         self._absent: frozenset[str] = frozenset()
         self._flags: Tensor | None = None  # flags of all ranks, [ranks, flags]
