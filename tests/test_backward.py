@@ -197,7 +197,7 @@ def test_a_thread_may_evaluate_while_another_one_trains(rank: int) -> None:
         model.sync_checkpoint().state_dict()
         with torch.no_grad():
             model(x_of(rank), False)
-        with pytest.raises(RuntimeError, match="a backward of this module is running in another thread"):
+        with pytest.raises(RuntimeError, match="a backward of this model is running in another thread"):
             model(x_of(rank), False)
         seen.append(rank)
 

@@ -6,8 +6,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
-from fnddp.adapters.reentrant import custom_functions, refuse_reentrant_checkpoints, refuses_reentrant_checkpoints
+from fnddp.adapters.reentrant import refuse_reentrant_checkpoints, refuses_reentrant_checkpoints
 from fnddp.core import tree
 from fnddp.core.collectives import refuse_differentiation
 from fnddp.core.parse import pipeline_of
@@ -178,13 +180,28 @@ def _backward(
     if loss.requires_grad:  # otherwise it depends on no parameter, and all gradients are zero
         # Without `inputs` torch would also accumulate gradients in the caller's leaves. The inputs include custom
         # functions, because autograd skips a node that leads to none of the inputs: its gradients would be zeros.
-        inputs: list[Any] = [*variables.values(), *custom_functions(loss, first)]
+        inputs: list[Any] = [*variables.values(), *_custom_functions(loss, first)]
         with loss.register_hook(begin):
             torch.autograd.backward(loss, inputs=inputs)
         for path, leaf in variables.items():
             if leaf.grad is not None:  # a custom function wrote it
                 raise _made_in_another_backward(path)
     return loss.detach(), tree.map_tensors(Tensor.detach, aux)
+
+
+def _custom_functions(loss: Tensor, first: int) -> list[GradientEdge]:
+    """Return the custom autograd functions in the graph of `loss`, among nodes with numbers from `first` on.
+
+    If they are passed as `inputs` of backward, each of them runs, even if autograd sees no parameter that it leads to.
+    """
+    todo: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]  # None if the loss is a parameter
+    found = set(todo)
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node is not None and node not in found and node._sequence_nr() >= first:
+                found.add(node)
+                todo.append(node)
+    return [GradientEdge(node, 0) for node in found if issubclass(type(node), BackwardCFunction)]
 
 
 def _made_in_another_backward(path: str) -> RuntimeError:

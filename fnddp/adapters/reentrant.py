@@ -6,9 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge
 from torch.utils import checkpoint
 
 # torch looks this class up in its module at each checkpoint, in all threads; ranks may be threads.
@@ -56,18 +53,3 @@ class _Refusing:
                 "autograd, so their gradients may be lost; pass use_reentrant=False"
             )
         return _torchs.apply(*arguments)
-
-
-def custom_functions(loss: Tensor, first: int) -> list[GradientEdge]:
-    """Return the custom autograd functions in the graph of `loss`, among nodes with numbers from `first` on.
-
-    If they are passed as `inputs` of backward, each of them runs, even if autograd sees no parameter that it leads to.
-    """
-    todo: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]  # None if the loss is a parameter
-    found = set(todo)
-    while todo:
-        for node, _ in todo.pop().next_functions:
-            if node is not None and node not in found and node._sequence_nr() >= first:
-                found.add(node)
-                todo.append(node)
-    return [GradientEdge(node, 0) for node in found if issubclass(type(node), BackwardCFunction)]
