@@ -236,8 +236,8 @@ class _Bucket:
             pairs = zip(self.views, layout.other, strict=True)
             self.views = [view.as_strided(view.shape, strides) if strides else view for view, strides in pairs]
         # A stream that waits for the future waits for the result.
-        devices = [self.buffer.device] if device_of(self.buffer.device).is_asynchronous else None
-        self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        of = device_of(self.buffer.device)
+        self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[of.device] * of.is_asynchronous)
 
     def complete(self, mean: Leaves) -> None:
         """Pass the means in `mean` to DDP; parameters that are not in it keep this rank's own gradients."""
