@@ -237,7 +237,8 @@ class _Bucket:
             self.views = [view.as_strided(view.shape, strides) if strides else view for view, strides in pairs]
         # A stream that waits for the future waits for the result.
         of = device_of(self.buffer.device)
-        self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[of.device] * of.is_asynchronous)
+        devices: list[Any] = [of.device] if of.is_asynchronous else []
+        self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
 
     def complete(self, mean: Leaves) -> None:
         """Pass the means in `mean` to DDP; parameters that are not in it keep this rank's own gradients."""
