@@ -287,8 +287,7 @@ class Engine:
             self._take(state)
         if isinstance(self.wire, Elastic):
             self.lane.epoch = self.wire.epoch
-        device = device_of(self.device)
-        captures = device.is_asynchronous and device.is_capturing()
+        captures = device_of(self.device).is_capturing()
         if captures:
             self._require_capturable()
         given = Weight.of(weight, captures) if self.sync.takes_weight else None
