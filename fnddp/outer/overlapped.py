@@ -26,9 +26,6 @@ class Overlapped(Exchanges):
 
     Args:
         weight: A function that returns this rank's weight in the named exchange that begins: for `weighted`.
-
-    Attributes:
-        lane: The lane of all exchanges.
     """
 
     def __init__(
@@ -40,7 +37,7 @@ class Overlapped(Exchanges):
     ) -> None:
         self._wire, self._check, self._other_groups, self._weight = wire, check, other_groups, weight
         self._engines: dict[tuple[str, Sync], Engines] = {}
-        self.lane = Lane()
+        self.lane = Lane()  # of all exchanges
         self._open: dict[str, _Open] = {}
 
     @property
