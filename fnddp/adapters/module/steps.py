@@ -19,6 +19,7 @@ from fnddp import torch_private
 from fnddp.adapters.backward import (
     Backward,
     FastPath,
+    RankWeight,
     WeakHook,
     accumulates,
     accumulates_in,
@@ -75,7 +76,6 @@ class Steps:
     Attributes:
         is_armed: True if the next backward synchronizes.
         scale: Factor that gradients are multiplied by before they are sent.
-        weight: The weight of the `weight` block that runs now, if any.
         unsynchronized: Parameters with gradients of backwards within `no_sync`, not synchronized by any step yet.
         awaits_commit: True if `settle_on` ends a step of one backward or several.
         futures: Futures of buffer hooks. The end of a backward waits for them.
@@ -89,7 +89,7 @@ class Steps:
     def __init__(self, promises: Promises) -> None:
         self.promises = promises
         self.is_armed, self.awaits_commit, self.scale = False, False, 1.0
-        self.weight: float | Tensor | None = None
+        self.weight = RankWeight()
         self.unsynchronized: set[str] = set()
         self._outputs: list[weakref.ref[_Nodes]] = []  # of the last forward
         self._thread = 0  # id of the thread of the last forward with a synchronizing backward
@@ -194,7 +194,7 @@ class Steps:
             self._before = {name: grad.detach().clone() for name, grad in grads.items()}, self.unsynchronized.copy()
         self.backward.is_starting = True  # so that other threads do not take it for an unfinished step
         try:
-            step = self._begin(self.weight)
+            step = self._begin(self.weight.given)
             with _lock:
                 others = [each for each in reversed([*_forwarded]) if each is not self and each.is_armed]
             reached = [each.backward for each in others if not each.engine.is_open and each._is_reached()]

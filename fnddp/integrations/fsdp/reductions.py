@@ -1,8 +1,7 @@
 """The reductions of gradients in a backward of FSDP2; all ranks end them with the same outcome."""
 
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward
+from fnddp.adapters.backward import Backward, RankWeight
 from fnddp.core import collectives, tree
-from fnddp.core.sync import State, Sync, require_takes_weight
+from fnddp.core.sync import State
 from fnddp.device import device_of
 from fnddp.integrations.fsdp.unit import Sending, Unit
 from fnddp.plan.draft import Donation
@@ -54,22 +53,6 @@ class Ends:
         waiting, self._waiting = self._waiting, []
         for callback in waiting:
             callback()
-
-
-class RankWeight:
-    """The weight of this rank in the backwards that begin in a block; None outside of one."""
-
-    given: float | None = None
-
-    @contextmanager
-    def block(self, sync: Sync, count: float) -> Generator[None]:
-        """Set the weight in the block. Raise a TypeError if `sync` takes no weight."""
-        require_takes_weight(sync, count)
-        before, self.given = self.given, count
-        try:
-            yield
-        finally:
-            self.given = before
 
 
 class Reductions:

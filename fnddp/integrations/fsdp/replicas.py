@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward, WeakHook, accumulates, nodes_behind, require_synchronized
+from fnddp.adapters.backward import Backward, RankWeight, WeakHook, accumulates, nodes_behind, require_synchronized
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.handle import PipelineHandle
 from fnddp.core.agreement import agree_over, description
@@ -21,7 +21,7 @@ from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves
-from fnddp.integrations.fsdp.reductions import Ends, RankWeight, Reduction, reductions_of
+from fnddp.integrations.fsdp.reductions import Ends, Reduction, reductions_of
 from fnddp.outer.shards import ranks_of
 from fnddp.plan.plan import Plan
 from fnddp.run.choose import AUTO, automatic
