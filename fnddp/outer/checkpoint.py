@@ -22,19 +22,13 @@ class OuterCheckpoint(Checkpoint):
 
     State in the shape of a parameter (anchors, velocities, residuals) is a DTensor sharded like it; any number of
     shards can load it. Other state (PowerSGD's queries) belongs to a shard; only the same number of shards can load it.
-
-    Args:
-        owner: An `Attached`.
-        parameters: The worker's parameters, by name.
-        place: This rank's shard, in words; empty for a rank with whole parameters.
-        others: Ranks of other workers.
     """
 
     def __init__(self, owner: Any, parameters: Mapping[str, nn.Parameter], place: str, others: Collection[int]) -> None:
-        self._others = {*others}
+        self._others = {*others}  # ranks of other workers
         named = {without_wrappers(name): p for name, p in parameters.items()}  # as `parts` names them
         self._attached, self._parameters = owner, dict(sorted(named.items(), key=lambda each: -len(each[0])))
-        self._place = f"shard {place}/" if place else ""
+        self._place = f"shard {place}/" if place else ""  # of a rank without whole parameters
         whole = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
         fresh = owner.outer.init(owner.outer.leaves_of(whole, None))
         # Also by the shape that whole parameters would have: it is the same on all ranks.
