@@ -9,12 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.adapters.checkpoint import Checkpoint, Checkpoints
 from fnddp.core.agreement import agree_over
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import State, Sync
-from fnddp.integrations.fsdp.checkpoints import Checkpoints
 from fnddp.integrations.fsdp.plan import AxesPlan, Axis, axes_of
 from fnddp.integrations.fsdp.replicas import Replicas, compress_replicas
 from fnddp.integrations.fsdp.rows import Rows

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fnddp import torch_private
-from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.adapters.checkpoint import Checkpoint, Checkpoints
 from fnddp.core.agreement import agree_over, agreed_state, replicated
 from fnddp.core.group import Group, group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import State, Sync
-from fnddp.integrations.fsdp.checkpoints import Checkpoints
 from fnddp.integrations.fsdp.plan import AxesPlan, Axis, axes_of
 from fnddp.integrations.fsdp.reductions import Comm, Reductions, Scatter
 from fnddp.integrations.fsdp.replicas import is_compressed
