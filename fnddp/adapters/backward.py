@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fnddp import torch_private
+from fnddp.core.sync import Sync, require_takes_weight
 from fnddp.device import device_of
 from fnddp.run.engine import Engine, begin_next
 from fnddp.run.step import Step, Synchronized, applying, in_profile
@@ -209,6 +210,22 @@ class Backward:
         if self.step is not None or self.has_raised:
             self.fail_all(_unfinished())
         self._shared = self.failure = None
+
+
+class RankWeight:
+    """The weight of this rank in the backwards that begin in a block; None outside of one."""
+
+    given: float | Tensor | None = None
+
+    @contextmanager
+    def block(self, sync: Sync, count: float | Tensor) -> Generator[None]:
+        """Set the weight in the block. Raise a TypeError if `sync` takes no weight."""
+        require_takes_weight(sync, count)
+        before, self.given = self.given, count
+        try:
+            yield
+        finally:
+            self.given = before
 
 
 def _unfinished() -> RuntimeError:

@@ -36,21 +36,14 @@ class OwnedGradient(Tensor):
     Its norm is the norm of the complete mean; all ranks must ask for norms in the same order. Multiplying by a number,
     clamping and `zero_` change the mean on its owners. So `torch.nn.utils.clip_grad_norm_` and loss scalers work as if
     every rank had the mean. Other operations raise a RuntimeError.
-
-    Attributes:
-        path: The name of the parameter.
-        part: The part of the mean that this rank owns; None if it owns none.
-        is_nonfinite: True, or a tensor that is, if some rank received NaN or infinity. The mean is NaN then.
-        added: The sum of gradients from backwards that are not synchronized yet, if any.
-        owned: The model that knows the owners of the gradient, an `OwnerDataParallel`.
     """
 
-    path: str
-    part: Tensor | None
-    is_nonfinite: Tensor | bool
-    added: Tensor | None
+    path: str  # the name of the parameter
+    part: Tensor | None  # of the mean that this rank owns; None if it owns none
+    is_nonfinite: Tensor | bool  # true if some rank received NaN or infinity: the mean is NaN then
+    added: Tensor | None  # the sum of gradients from backwards that are not synchronized yet, if any
     _dtype: torch.dtype
-    owned: "weakref.ref[Any]"
+    owned: "weakref.ref[Any]"  # the `OwnerDataParallel` that knows the owners of the gradient
 
     @staticmethod
     def __new__(cls: "type[OwnedGradient]", name: str, p: Tensor, owned: Any, dtype: torch.dtype) -> "OwnedGradient":

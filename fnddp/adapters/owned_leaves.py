@@ -23,14 +23,7 @@ from fnddp.transforms.memory import ef21
 
 
 class OwnedLeaves(OwnedOptimizer):
-    """One optimizer for the parameters that this rank owns. The second hop sends their new weights to all ranks.
-
-    Attributes:
-        own: The parts that this rank owns, by name: parameters that share memory with the model's, or have their own.
-        keeps_weights: True if the owner's weights are in separate memory, not in the model's.
-        dtypes: The dtypes of owners' weights, by name.
-        removed: Placeholders that were removed from `.grad` during a backward, by name.
-    """
+    """One optimizer for the parameters that this rank owns. The second hop sends their new weights to all ranks."""
 
     who = "own"
 
@@ -52,9 +45,10 @@ class OwnedLeaves(OwnedOptimizer):
         self.sends_differences = isinstance(weights, ef21)
         codecs = codecs_of(weights)
         self._is_exact = isinstance(codecs, all_gather)  # the second hop is lossless
+        # Of owners' weights, by name.
         self.dtypes = {x: dtype if dtype and p.is_floating_point() else p.dtype for x, p in self.parameters.items()}
         self.keeps_weights = not (self._is_exact and all(p.dtype == self.dtypes[x] for x, p in self.parameters.items()))
-        self.removed: dict[str, OwnedGradient] = {}
+        self.removed: dict[str, OwnedGradient] = {}  # placeholders, from `.grad` during a backward, by name
         for name, p in self.parameters.items():
             rows, state = self._rows(name), optimizer.state.pop(p, None)
             if rows.numel():

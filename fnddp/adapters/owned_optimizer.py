@@ -18,7 +18,7 @@ from fnddp.core.tree import Leaves, changed, without_wrappers
 from fnddp.device import device_of
 from fnddp.reducers.halves import Owners
 from fnddp.run.hops import OWNED, mark_owner, owned_in, owned_rows, require_own_state, require_shapes, unmark
-from fnddp.torch_private import between_step_hooks, cast_state, untraced, without_step_hooks
+from fnddp.torch_private import between_step_hooks, cast_state, local_of, untraced, without_step_hooks
 from fnddp.wire import control
 from fnddp.wire.groups import live_group
 
@@ -30,21 +30,13 @@ class OwnedOptimizer(ABC):
     """One optimizer on ranks that each update only the leaves that they own.
 
     A derived class is a layout: `own` has the leaves of a module, and `own_matrices` the shards of FSDP2.
-
-    Attributes:
-        parameters: The model's parameters, by name. They are in the optimizer's groups between steps.
-        own: The weights that this rank owns, by name. They are in these groups during a step.
-        codecs: The state of the codecs of its hops.
-        keeps_weights: True if owners have other weights than the model, so that a checkpoint needs them.
-        failure: The error of a step that only some owners took.
-        is_over: True if no other rank waits for this rank's step.
     """
 
     who: ClassVar[str]  # the function that made it, for errors
-    keeps_weights: bool
-    codecs: Any
-    failure: BaseException | None = None
-    is_over = True
+    keeps_weights: bool  # True if owners have other weights than the model, so that a checkpoint needs them
+    codecs: Any  # the state of the codecs of its hops
+    failure: BaseException | None = None  # the error of a step that only some owners took
+    is_over = True  # no other rank waits for this rank's step
 
     def __init__(
         self,
@@ -54,9 +46,10 @@ class OwnedOptimizer(ABC):
         owners: Owners,
         group: str | None,
     ) -> None:
-        self._model, self.optimizer, self.parameters, self.owners = model, optimizer, dict(parameters), owners
+        self._model, self.optimizer, self.owners = model, optimizer, owners
+        self.parameters = dict(parameters)  # the model's, by name: in the optimizer's groups between steps
         self.group, self.rank = group, collectives.rank(group)
-        self.own: dict[str, nn.Parameter] = {}
+        self.own: dict[str, nn.Parameter] = {}  # this rank's weights, by name: in these groups during a step
         self._loaded: dict[str, Mapping[str, Any]] = {}  # a state of own leaves that the optimizer does not have yet
 
     # The layout
@@ -322,19 +315,12 @@ class OwnedOptimizer(ABC):
 
 
 class OwnedStates:
-    """Checkpoints of optimizers whose leaves have owners.
+    """Checkpoints of optimizers whose leaves have owners."""
 
-    Attributes:
-        owned: The optimizers, in the order of the checkpoint.
-    """
-
-    owned: Sequence[Any]
+    owned: Sequence[Any]  # the optimizers, in the order of the checkpoint
 
     def require_consistent(self) -> None:
-        """Raise a RuntimeError, on all ranks, if a step failed after some owners had updated their leaves.
-
-        Raise one also if an optimizer has a new parameter that no rank owns: a checkpoint would leave it out.
-        """
+        """Raise a RuntimeError, on all ranks, if the state of an optimizer belongs in no checkpoint."""
         for each in self.owned:
             each.require_consistent()
 
@@ -424,8 +410,8 @@ class OwnedStates:
 
     def load_local_state(self, saved: Mapping[str, Any]) -> None:
         """Load the result of `local_state`, with the values of a checkpoint."""
-        rows = {name: {key: _local(x) for key, x in of.items()} for name, of in saved["state"].items()}
-        weights = {name: _local(x).clone() for name, x in saved.get("weights", {}).items()}  # loaded in place
+        rows = {name: {key: local_of(x) for key, x in of.items()} for name, of in saved["state"].items()}
+        weights = {name: local_of(x).clone() for name, x in saved.get("weights", {}).items()}  # loaded in place
         self.load_optimizer_state_dict({**saved, "state": rows, "weights": weights})
 
     def optimizer_checkpoint(self) -> Any:
@@ -436,7 +422,3 @@ class OwnedStates:
         Loaded, that step counts; `fnddp.integrations.checkpoint.save` records that there was none.
         """
         return SimpleNamespace(state_dict=self.local_state, load_state_dict=self.load_local_state)
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value

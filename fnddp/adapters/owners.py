@@ -222,10 +222,6 @@ class OwnerDataParallel(OwnedStates, DistributedDataParallel):
         """The optimizers, in the order in which they were passed to `own`."""
         return [each.optimizer for each in self.owned]
 
-    def owned_by(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-        """Return those parameters of an optimizer of which this rank owns a part, so has a state."""
-        return [each.parameters[name] for each in self.owned if each.optimizer is optimizer for name in each.own]
-
     @property
     def weight_plans(self) -> list[Plan | None]:
         """The plans of the second hop, one for each optimizer."""

@@ -111,11 +111,12 @@ def async_save(
     """
     state = _to_save(model, optimizers, sync, more, group)
     kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
-    ranks = (live_group(None) if group is None else group) if dist.is_initialized() else None
+    ranks = live_group(None) if group is None and dist.is_initialized() else group
     if ranks is not None and ranks in _under_way:
         wait([_under_way[ranks]])  # its own `result` raises its error
-    saver = group if in_process else _saver(group)
-    response = dcp.async_save(state, checkpoint_id=folder, process_group=saver, async_checkpointer_type=kind)
+    if ranks is not None and not in_process:
+        group = live_group(dedicated_to(ranks, "fnddp.save", default_pg_timeout))
+    response = dcp.async_save(state, checkpoint_id=folder, process_group=group, async_checkpointer_type=kind)
     written = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
     if ranks is not None:
         _under_way[ranks] = written
@@ -153,8 +154,8 @@ def load(
         CheckpointException: On all ranks: a file is missing or damaged, or lacks a requested value. If some ranks have
             read a part of it, no step begins until a load succeeds.
     """
-    model, stepping = _given(model, optimizers)
-    keeper, checkpoint = _keeper(model, sync), _checkpoint(model, sync, group)
+    model, stepping, keeper = _given(model, optimizers, sync)
+    checkpoint = _checkpoint(keeper, group)
     about, planner = {} if reset_sync else {_SYNC: checkpoint.about()}, DefaultLoadPlanner()
     try:
         dcp.load(about, checkpoint_id=folder, process_group=group, planner=planner)
@@ -219,7 +220,10 @@ def _state(
     stepped: Collection[Optimizer] = (),
 ) -> dict[str, Any]:
     if isinstance(model, OwnerDataParallel):  # a rank may own only leaves that no step has used
-        weights, moments = get_model_state_dict(model), _of_owners(model, optimizers, stepped)
+        if optimizers and {*map(id, optimizers)} != {*map(id, model.optimizers)}:
+            got, every = (", ".join(type(each).__name__ for each in some) for some in (optimizers, model.optimizers))
+            raise ValueError(f"a model of own saves all its optimizers ({every}) or none, got {got}; pass all")
+        weights, moments = get_model_state_dict(model), model.local_state(stepped) if optimizers else None
     else:
         with _filling(optimizers):
             weights, moments = get_state_dict(model, optimizers)
@@ -240,9 +244,9 @@ def _to_save(
 
     Between two forwards, buffers differ between ranks (BatchNorm), and DCP would mix buffers of several ranks.
     """
-    model, optimizers = _given(model, optimizers)
-    _require_equal_parameters(model, sync, group)
-    checkpoint = _checkpoint(model, sync, group)
+    model, optimizers, keeper = _given(model, optimizers, sync)
+    _require_equal_parameters(model, keeper, group)
+    checkpoint = _checkpoint(keeper, group)
     if isinstance(model, OwnerDataParallel):
         model.require_consistent()
     fresh = _without_state(optimizers)
@@ -271,8 +275,10 @@ def _to_save(
     return state | {_MODEL: {name: value for name, value in state[_MODEL].items() if name not in written}}
 
 
-def _given(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
-    """Return the model, without the wrapper of `torch.compile`, and a list of the optimizers."""
+def _given(
+    model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], sync: HasCheckpoint | None
+) -> tuple[nn.Module, list[Optimizer], HasCheckpoint]:
+    """Return the model, without the wrapper of `torch.compile`, the optimizers, and the object with the pipeline."""
     stepping = several(optimizers)
     for each in stepping:
         name = type(each).__name__
@@ -287,7 +293,14 @@ def _given(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> tup
                 "state of shards: leave it out of `optimizers`, call optimizer_state_dict() of the object that "
                 "own_matrices returned, save the result, and restore it with load_optimizer_state_dict"
             )
-    return getattr(model, "_orig_mod", model), stepping
+    model = getattr(model, "_orig_mod", model)
+    keeper: Any = model if sync is None else sync
+    if not hasattr(keeper, "sync_checkpoint"):
+        raise TypeError(
+            f"a {type(keeper).__name__} has no pipeline; pass the result of fnddp.register, or of compress, "
+            "compress_shards or compress_replicas, as `sync`"
+        )
+    return model, stepping, keeper
 
 
 @contextmanager
@@ -312,7 +325,7 @@ def _has_some_state(model: nn.Module, optimizer: Optimizer) -> bool:
     """Return whether some of an optimizer's parameters have state here while others, so far unused, have none."""
     mine = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if isinstance(model, OwnerDataParallel):
-        mine = model.owned_by(optimizer)
+        mine = [each.parameters[name] for each in model.owned if each.optimizer is optimizer for name in each.own]
     return bool(optimizer.state) and not all(optimizer.state.get(p) for p in mine)
 
 
@@ -348,26 +361,15 @@ def _clear(optimizers: Sequence[Optimizer]) -> None:
         each.state.clear()
 
 
-def _of_owners(
-    model: OwnerDataParallel, given: Sequence[Optimizer], stepped: Collection[Optimizer]
-) -> dict[str, Any] | None:
-    owned = model.optimizers
-    if given and {*map(id, given)} != {*map(id, owned)}:
-        names, all_names = (", ".join(type(each).__name__ for each in some) for some in (given, owned))
-        raise ValueError(f"a model of own saves all its optimizers ({all_names}) or none, got {names}; pass all")
-    return model.local_state(stepped) if given else None
-
-
-def _checkpoint(model: nn.Module, sync: HasCheckpoint | None, group: dist.ProcessGroup | None) -> Checkpoint:
-    checkpoint = _keeper(model, sync).sync_checkpoint()
+def _checkpoint(keeper: HasCheckpoint, group: dist.ProcessGroup | None) -> Checkpoint:
+    checkpoint = keeper.sync_checkpoint()
     if dist.is_initialized():
         checkpoint.require_alone(dist.get_process_group_ranks(live_group(None) if group is None else group))
     return checkpoint
 
 
-def _require_equal_parameters(model: nn.Module, sync: HasCheckpoint | None, group: dist.ProcessGroup | None) -> None:
-    """Raise a ValueError if ranks that save together differ in parameters, because `sync` leaves gradients alone."""
-    keeper = _keeper(model, sync)
+def _require_equal_parameters(model: nn.Module, keeper: HasCheckpoint, group: dist.ProcessGroup | None) -> None:
+    """Raise a ValueError if ranks that save together differ in parameters, because `keeper` leaves gradients alone."""
     if not isinstance(keeper, HasPipeline) or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     pipeline = keeper.sync
@@ -382,25 +384,7 @@ def _require_equal_parameters(model: nn.Module, sync: HasCheckpoint | None, grou
 
 
 def _is_unreduced(sync: Sync, path: str) -> bool:
-    """Return whether `sync` leaves the gradient `path` unreduced in some step."""
     if isinstance(sync, partition):
         rule = sync.rule_of(path)
         return rule is not None and _is_unreduced(rule, path)
     return isinstance(sync, unreduced) or any(_is_unreduced(each, path) for each in sync.children())
-
-
-def _keeper(model: nn.Module, sync: HasCheckpoint | None) -> HasCheckpoint:
-    keeper: Any = model if sync is None else sync
-    if not hasattr(keeper, "sync_checkpoint"):
-        raise TypeError(
-            f"a {type(keeper).__name__} has no pipeline; pass the result of fnddp.register, or of compress, "
-            "compress_shards or compress_replicas, as `sync`"
-        )
-    return keeper
-
-
-def _saver(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    if not dist.is_initialized():
-        return None
-    name = dedicated_to(live_group(None) if group is None else group, "fnddp.save", default_pg_timeout)
-    return live_group(name)

@@ -88,6 +88,7 @@ class ManagerWire(Elastic):
         self._manager: Any = manager
         self._lost: dict[int, Exception] = {}  # by epoch
         self._reported: BaseException | None = None
+        self._refused: Exception | None = None
         if self._manager._use_async_quorum:
             raise ValueError(
                 "ManagerWire: the manager's quorum is asynchronous, so a replica that heals would take part in a "
@@ -139,10 +140,23 @@ class ManagerWire(Elastic):
         """Abort the collectives that other ranks wait for: in a ring, not all are neighbours of the lost rank."""
         self._manager._pg.abort()
 
-    def leave(self) -> None:
-        """Leave for good: the lighthouse waits for replicas that still send heartbeats."""
-        self.hang_up()
-        self._manager.shutdown(wait=False)
+    def join(self, start: Callable[[], None]) -> None:
+        """Call `start`, which starts a quorum. After an error of this replica leave for good, and raise it each time.
+
+        This replica then lacks the others' state, but would count as up to date.
+        """
+        if self._refused is not None:
+            raise self._refused
+        try:
+            start()
+        except Exception as error:
+            asked = self._manager._quorum_future
+            if asked is not None and asked.exception() is error:
+                raise QuorumError(f"replica {self._manager._replica_id!r} is in no quorum: {error}") from error
+            self._refused = error
+            self.hang_up()
+            self._manager.shutdown(wait=False)  # the lighthouse waits for replicas that still send heartbeats
+            raise
 
     @property
     def lost(self) -> Exception | None:
@@ -305,7 +319,6 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         # Loaded first, so that it compares parameters before the caller's function fails on different ones.
         loads = self.manager._load_state_dict_fns
         loads |= {other: loads.pop(other) for other in [*loads] if not other.startswith(_KEY)}
-        self._refused: Exception | None = None
         # A manager has no hooks.
         self.manager.start_quorum = partial(self._start_quorum, manager.start_quorum)
         self.manager.should_commit = partial(self._should_commit, manager.should_commit)
@@ -321,24 +334,16 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
                 "the manager has no state_dict, so a replica that joins would get no parameters; pass state_dict and "
                 "load_state_dict, for the model and the optimizer, to Manager"
             )
-        if self._refused is not None:
-            raise self._refused
         if self._before is not None:
             self._leave_out(self._before[1])
-        try:
+
+        def start_and_agree() -> None:
             start(*args, **kwargs)
             if self._replicas.epoch != self._epoch:
                 self._agree()
-        except Exception as error:
-            _require_quorum(self.manager, error)
-            self._give_way(error)
-            raise
-        self._before = self.sync_state, self._engine.lane.begun
 
-    def _give_way(self, error: Exception) -> None:
-        """Leave for good: this replica lacks the others' state, but would count as up to date."""
-        self._refused = error
-        self._replicas.leave()
+        self._replicas.join(start_and_agree)
+        self._before = self.sync_state, self._engine.lane.begun
 
     def _leave_out(self, begun: int) -> None:
         """End a step that the script left without `should_commit`, in the quorum where the others wait for it."""
@@ -435,27 +440,19 @@ def attach(
     period, weighted by their tokens. Deviation: a late replica waits for the others' next exchange.
     """
     step = parse_outer(outer) if isinstance(outer, str) else outer
-    replicas, has_committed, refused = ManagerWire(manager), False, list[Exception]()
+    replicas, has_committed = ManagerWire(manager), False
     key, known = f"{_KEY}.outer", manager._user_state_dicts  # pyright: ignore[reportPrivateUsage]
     if key in known:
         raise ValueError("this manager already has an outer step, which takes its quorums: use another manager")
-
-    def prepare() -> None:
-        if refused:
-            raise refused[0]
-        try:
-            manager.start_quorum()
-        except Exception as error:
-            _require_quorum(manager, error)
-            refused.append(error)
-            replicas.leave()
-            raise
 
     def commit() -> bool:
         nonlocal has_committed
         is_committed = manager.should_commit()
         has_committed |= is_committed
         return is_committed
+
+    def prepare() -> None:
+        replicas.join(manager.start_quorum)
 
     attached = attach_outer(model, optimizer, step, wire=replicas, init_sync=False, prepare=prepare, commit=commit)
     local = {name: locally(p) for name, p in model.named_parameters() if p.requires_grad}
@@ -492,15 +489,7 @@ def _begins_equally(step: Outer, state: State, theirs: dict[str, Any]) -> bool:
     return all(torch.equal(leaf, others[path]) for path, leaf in mine.items())
 
 
-def _require_quorum(manager: Any, error: Exception) -> None:
-    """Raise a QuorumError if `error`, from `start_quorum`, means that there is no quorum."""
-    asked = manager._quorum_future
-    if asked is not None and asked.exception() is error:
-        raise QuorumError(f"replica {manager._replica_id!r} is in no quorum: {error}") from error
-
-
 def _require_elastic(sync: Sync, grads: Leaves) -> None:
-    """Raise a ValueError unless `sync` can run over a changing number of replicas."""
     for group in groups_of(sync):
         _require_unnamed(group)
     if any(isinstance(each, ef21) for each in all_in(sync)):

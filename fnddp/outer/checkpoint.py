@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +12,9 @@ from fnddp.adapters.checkpoint import BEGIN_ANEW, Checkpoint
 from fnddp.core.state import differing, load_state_dict, parts
 from fnddp.core.sync import State
 from fnddp.core.tree import without_wrappers
-from fnddp.outer.contract import Outer
 from fnddp.outer.shards import local
 
 _PARTS, _OUTER, _UNSENT = "parts", "outer step", "tokens since exchanges"
-
-
-class HasOuter(Protocol):
-    """An object that has an outer step and its state."""
-
-    outer: Outer
-    state: State
-    unsent: Any  # see `Attached`
-
-    def prepare_state(self, read: Callable[[], State]) -> Callable[[], None]:
-        """See `HasPipeline.prepare_state`."""
-        ...
 
 
 class OuterCheckpoint(Checkpoint):
@@ -35,20 +22,13 @@ class OuterCheckpoint(Checkpoint):
 
     State in the shape of a parameter (anchors, velocities, residuals) is a DTensor sharded like it; any number of
     shards can load it. Other state (PowerSGD's queries) belongs to a shard; only the same number of shards can load it.
-
-    Args:
-        parameters: The worker's parameters, by name.
-        place: This rank's shard, in words; empty for a rank with whole parameters.
-        others: Ranks of other workers.
     """
 
-    def __init__(
-        self, owner: HasOuter, parameters: Mapping[str, nn.Parameter], place: str, others: Collection[int]
-    ) -> None:
-        self._others = {*others}
+    def __init__(self, owner: Any, parameters: Mapping[str, nn.Parameter], place: str, others: Collection[int]) -> None:
+        self._others = {*others}  # ranks of other workers
         named = {without_wrappers(name): p for name, p in parameters.items()}  # as `parts` names them
         self._attached, self._parameters = owner, dict(sorted(named.items(), key=lambda each: -len(each[0])))
-        self._place = f"shard {place}/" if place else ""
+        self._place = f"shard {place}/" if place else ""  # of a rank without whole parameters
         whole = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
         fresh = owner.outer.init(owner.outer.leaves_of(whole, None))
         # Also by the shape that whole parameters would have: it is the same on all ranks.

@@ -83,8 +83,7 @@ class Outer(Expression, abc.ABC):
     @property
     def takes_weight(self) -> bool:
         """True if one of its pipelines is `weighted`; weights are the tokens that `Attached.count` counts."""
-        children: list[Sync | Outer] = [*self._children()]
-        return any(child.takes_weight for child in children)
+        return any(child.takes_weight for child in self._children())
 
     @property
     def lead(self) -> int:

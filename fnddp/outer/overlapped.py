@@ -23,12 +23,6 @@ class Overlapped(Exchanges):
     An error on one rank, or in its `check` when an exchange begins, ends the exchange on all ranks: that rank raises
     the error, the others raise `StepFailedError`. Parameters and state are then unchanged, and the next call exchanges
     again. Exchanges send one after the other, in the order in which they began.
-
-    Args:
-        weight: A function that returns this rank's weight in the named exchange that begins: for `weighted`.
-
-    Attributes:
-        lane: The lane of all exchanges.
     """
 
     def __init__(
@@ -36,11 +30,11 @@ class Overlapped(Exchanges):
         wire: Wire,
         check: Callable[[], None],
         other_groups: Collection[str | None],
-        weight: Callable[[str], Weight],
+        weight: Callable[[str], Weight],  # of this rank, in the named exchange that begins
     ) -> None:
         self._wire, self._check, self._other_groups, self._weight = wire, check, other_groups, weight
         self._engines: dict[tuple[str, Sync], Engines] = {}
-        self.lane = Lane()
+        self.lane = Lane()  # of all exchanges
         self._open: dict[str, _Open] = {}
 
     @property

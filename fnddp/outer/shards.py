@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fnddp.core.agreement import agree_over
 from fnddp.core.group import Group, group_name
-from fnddp.torch_private import fsdp_groups, root_mesh
+from fnddp.torch_private import fsdp_groups, local_of, root_mesh
 from fnddp.wire.c10d import C10d
 from fnddp.wire.control import total
 from fnddp.wire.groups import live_group
@@ -22,25 +22,15 @@ _MODEL = "the model of outer.attach"
 
 @dataclass(frozen=True)
 class WorkerShards:
-    """The division of a worker's parameters between its ranks. With the defaults, each rank has whole parameters.
+    """The division of a worker's parameters between its ranks. With the defaults, each rank has whole parameters."""
 
-    Attributes:
-        groups: The process groups within the worker: their ranks hold its other shards.
-        voters: Groups that vote on the outcome of exchanges; none if `wire` is not torch.distributed: `commit` decides.
-        sizes: Numbers of elements of whole parameters, by name.
-        place: This rank's shard, in words.
-        modules: The modules that FSDP may have left unsharded.
-        ranks: The number of ranks of the worker.
-        is_first: True on one of them.
-    """
-
-    groups: tuple[str | None, ...] = ()
-    voters: tuple[str | None, ...] = ()
-    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
-    place: str = ""
-    modules: tuple[Any, ...] = ()
-    ranks: int = 1
-    is_first: bool = True
+    groups: tuple[str | None, ...] = ()  # process groups within the worker: their ranks hold its other shards
+    voters: tuple[str | None, ...] = ()  # vote on exchanges; none over another wire than C10d: `commit` decides
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])  # of whole parameters, in elements, by name
+    place: str = ""  # this rank's shard, in words
+    modules: tuple[Any, ...] = ()  # that FSDP may have left unsharded
+    ranks: int = 1  # of the worker
+    is_first: bool = True  # on one of them
 
     def total(self, number: int) -> int:
         """Return the sum of `number` over the ranks of the worker."""
@@ -59,16 +49,8 @@ def shards_of(
 ) -> WorkerShards:
     """Return how the parameters of `model` that require gradients are sharded, or `WorkerShards()`.
 
-    All ranks of `group` must call it; if `group` is a dimension of a mesh, all ranks of the mesh.
-
-    Args:
-        group: The ranks that hold the same shard in each worker.
-        wire, commit, init_sync: See `attach`.
-
-    Raises:
-        TypeError: Only some parameters are sharded, or over other ranks; or `group` has several ranks of one worker.
-        ValueError: `commit` is missing, but `wire` is not torch.distributed's.
-        RankMismatchError: Another rank raised one of these; or some ranks have shards, and others whole parameters.
+    All ranks of `group`, which hold the same shard in each worker, must call it; if `group` is a dimension of a mesh,
+    all ranks of the mesh. They all raise an error of one of them, or if only some have whole parameters. See `attach`.
     """
     modules = tuple(module for module, _ in fsdp_groups(model).values())
     made = WorkerShards(modules=modules)
@@ -88,7 +70,7 @@ def shards_of(
                     f"outer.attach: parameter {name!r} is not sharded but others are, so it would differ between the "
                     "ranks of a worker; call fully_shard on the whole model first, with mesh=mesh['shard']"
                 )
-            if not _ranks(p.device_mesh) <= _ranks(largest):
+            if not ranks_of(p.device_mesh) <= ranks_of(largest):
                 raise TypeError(f"outer.attach: parameter {name!r} is on {p.device_mesh}, and others are on {largest}")
         if isinstance(wire, C10d):
             _require_workers(group, largest)
@@ -126,29 +108,23 @@ def _require_workers(group: Group, shards: DeviceMesh) -> None:
         "make mesh = init_device_mesh(..., (workers, shards), mesh_dim_names=('worker', 'shard')), call fully_shard "
         "with mesh=mesh['shard'] and outer.attach with group=mesh['worker']"
     )
-    if group is None:
-        raise TypeError(
-            f"outer.attach: the model is sharded over ranks {sorted(_ranks(shards))}, so the default group is not that "
-            f"of the workers; {fix}"
-        )
     if isinstance(group, DeviceMesh) and group.ndim != 1:
         raise TypeError(f"outer.attach: group={group} has {group.ndim} dimensions, expected one; {fix}")
     workers = set(dist.get_process_group_ranks(live_group(group_name(group))))
-    if len(workers & _ranks(shards)) > 1:
+    if len(workers & ranks_of(shards)) > 1:
         raise TypeError(
             f"outer.attach: ranks {sorted(workers)} of group hold different shards of one worker, whose ranks are "
-            f"{sorted(_ranks(shards))}, but an exchange is between the same shards of several workers; {fix}"
+            f"{sorted(ranks_of(shards))}, but an exchange is between the same shards of several workers; {fix}"
         )
 
 
-def _ranks(mesh: DeviceMesh) -> set[int]:
+def ranks_of(mesh: DeviceMesh) -> set[int]:
     return set(mesh.mesh.flatten().tolist())
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return `tensor`, or a view of this rank's shard of it."""
-    detached: Any = tensor.detach()
-    return detached.to_local() if isinstance(tensor, DTensor) else detached
+    return local_of(tensor).detach()
 
 
 def locals_of(state: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -19,6 +19,7 @@ from fnddp import torch_private
 from fnddp.adapters.backward import (
     Backward,
     FastPath,
+    RankWeight,
     WeakHook,
     accumulates,
     accumulates_in,
@@ -75,7 +76,6 @@ class Steps:
     Attributes:
         is_armed: True if the next backward synchronizes.
         scale: Factor that gradients are multiplied by before they are sent.
-        weight: The weight of the `weight` block that runs now, if any.
         unsynchronized: Parameters with gradients of backwards within `no_sync`, not synchronized by any step yet.
         awaits_commit: True if `settle_on` ends a step of one backward or several.
         futures: Futures of buffer hooks. The end of a backward waits for them.
@@ -89,7 +89,7 @@ class Steps:
     def __init__(self, promises: Promises) -> None:
         self.promises = promises
         self.is_armed, self.awaits_commit, self.scale = False, False, 1.0
-        self.weight: float | Tensor | None = None
+        self.weight = RankWeight()
         self.unsynchronized: set[str] = set()
         self._outputs: list[weakref.ref[_Nodes]] = []  # of the last forward
         self.futures: list[torch.futures.Future[Any]] = []
@@ -195,7 +195,7 @@ class Steps:
             others = [each for each in reversed([*_forwarded]) if each is not self and each.is_armed]
         reached = [each.backward for each in others if not each.engine.is_open and each._is_reached()]
         self.backward.end_with_autograds(self._finish, reached)
-        step = self._begin(self.weight)
+        step = self._begin(self.weight.given)
         task, keeps_graph = current_backward(), torch.is_grad_enabled()
         self._taken = taken = _Taken(task, set(grads), keeps_graph, self._always_sparse.copy())
         kept = grads.keys() - self.unsynchronized - {accumulated}

@@ -3,7 +3,7 @@
 import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from fnddp.core.agreement import agree, agreed_state, description, fails_alike
 from fnddp.core.buckets import MB
 from fnddp.core.group import group_name
 from fnddp.core.parse import parse, pipeline_of
-from fnddp.core.sync import State, Sync, require_takes_weight
+from fnddp.core.sync import State, Sync
 from fnddp.device import device_of
 from fnddp.plan.draft import Donation
 from fnddp.reducers.all_reduce import allreduce
@@ -243,8 +243,7 @@ class DistributedDataParallel(TorchNames):
             for each, was in before:
                 each.require_backward_grad_sync = was
 
-    @contextmanager
-    def weight(self, count: float | Tensor) -> Generator[None]:
+    def weight(self, count: float | Tensor) -> AbstractContextManager[None]:
         """Weight this rank's gradients by `count`, in backwards that begin in the block. For `weighted` pipelines.
 
         If the loss is a mean over this many tokens, `with model.weight(tokens): loss.backward()` gives the gradient of
@@ -260,12 +259,7 @@ class DistributedDataParallel(TorchNames):
             ValueError: In backward: this rank's weight is missing or invalid (the others raise StepFailedError); or all
                 weights are 0 (on all ranks).
         """
-        require_takes_weight(self.sync, count)
-        before, self._steps.weight = self._steps.weight, count
-        try:
-            yield
-        finally:
-            self._steps.weight = before
+        return self._steps.weight.block(self.sync, count)
 
     def state_dict(self, *args: Any, sync_state: bool = False, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the module's state under `module.`, as torch's class does.

@@ -9,17 +9,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.adapters.checkpoint import Checkpoint, Checkpoints
 from fnddp.core.agreement import agree_over
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import State, Sync
-from fnddp.integrations.fsdp.checkpoints import Checkpoints
 from fnddp.integrations.fsdp.plan import AxesPlan, Axis, axes_of
 from fnddp.integrations.fsdp.replicas import Replicas, compress_replicas
 from fnddp.integrations.fsdp.rows import Rows
 from fnddp.integrations.fsdp.shards import Pipeline, Shards, fitting, set_up_shards, unsynchronized
-from fnddp.integrations.fsdp.unit import Messages, Traffic, traffic_of, unweighted
+from fnddp.integrations.fsdp.unit import Messages, Traffic, traffic_of
 from fnddp.outer.contract import Outer
 from fnddp.outer.contract import parse as parse_outer
 from fnddp.outer.plan import lower as lower_outer
@@ -45,11 +44,9 @@ class Compressed:
     @property
     def plan(self) -> AxesPlan:
         """The messages of the next step, with the parameters that require a gradient now: see `AxesPlan`."""
-        shards, replicas, axes = self.shards, self.replicas, list[Axis]()
-        if shards is not None:
-            axes += shards.plan.axes
-        if replicas is not None:
-            axes.append(_of_replicas(replicas.sync, replicas.prepare(), self._mesh.size(0)))
+        axes = [] if self.shards is None else [*self.shards.plan.axes]
+        if self.replicas is not None:
+            axes.append(_of_replicas(self.replicas.sync, self.replicas.prepare(), self._mesh.size(0)))
         return AxesPlan(tuple(axes))
 
     @property
@@ -170,7 +167,7 @@ def plan_axes(
         like = next(iter(parameters.values()))
         rows = Rows({path: p.shape for path, p in parameters.items()}, dict.fromkeys(parameters, 0), n)
         again = n if name else None
-        traffic.append(traffic_of(rows, rows, unweighted(of_gradients), of_weights, (like.dtype, like.dtype), again))
+        traffic.append(traffic_of(rows, rows, of_gradients, of_weights, (like.dtype, like.dtype), again))
         # The shards of the first rank: it has most elements.
         local |= {path: p.new_empty(-(-p.shape[0] // n), *p.shape[1:]) for path, p in parameters.items()}
     sends_weight = of_gradients is not None and of_gradients.takes_weight

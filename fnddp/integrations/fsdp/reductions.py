@@ -1,19 +1,17 @@
 """The reductions of gradients in a backward of FSDP2; all ranks end them with the same outcome."""
 
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward
+from fnddp.adapters.backward import Backward, RankWeight
 from fnddp.core import collectives, tree
-from fnddp.core.sync import State, Sync, require_takes_weight
+from fnddp.core.sync import State
 from fnddp.device import device_of
 from fnddp.integrations.fsdp.unit import Sending, Unit
 from fnddp.plan.draft import Donation
@@ -21,7 +19,7 @@ from fnddp.reducers.all_reduce import none
 from fnddp.run.engine import Engine
 from fnddp.run.nonfinite import has_nonfinite, kept, spoil
 from fnddp.run.step import Step, applying
-from fnddp.torch_private import fsdp_groups
+from fnddp.torch_private import fsdp_groups, local_of
 from fnddp.transforms.weighted import weighted
 from fnddp.wire.groups import World, within
 from fnddp.wire.protocol import CollectiveError
@@ -57,42 +55,22 @@ class Ends:
             callback()
 
 
-class RankWeight:
-    """The weight of this rank in the backwards that begin in a block; None outside of one."""
-
-    given: float | None = None
-
-    @contextmanager
-    def block(self, sync: Sync, count: float) -> Generator[None]:
-        """Set the weight in the block. Raise a TypeError if `sync` takes no weight."""
-        require_takes_weight(sync, count)
-        before, self.given = self.given, count
-        try:
-            yield
-        finally:
-            self.given = before
-
-
 class Reductions:
     """The reductions of a model's gradients in consecutive backwards; `states` are those after the last success.
 
     Those of one backward are a `Reduction`: part of the step of `compress_replicas`, or of a step that only votes.
-
-    Attributes:
-        takes_weight: True if the pipeline of gradients is `weighted`.
-        backward: The life cycle of the step that the reductions of a backward are part of.
     """
 
-    def __init__(self, units: Sequence[Unit], states: dict[str, State], ends: Ends, takes_weight: bool) -> None:
-        self.units, self.states, self.weight, self._ends = units, states, RankWeight(), ends
-        self.takes_weight = takes_weight
+    def __init__(self, model: nn.Module, units: Sequence[Unit], states: dict[str, State], takes_weight: bool) -> None:
+        self.model, self.units, self.states, self.weight, self._ends = model, units, states, RankWeight(), Ends(model)
+        self.takes_weight = takes_weight  # True if the pipeline of gradients is `weighted`
         device = units[0].fsdp.device
         self.device = device_of(device)
         groups = list(dict.fromkeys(group for unit in units for group in unit.groups))
         engine = Engine(none, {}, donation=Donation(), learns_order=False, groups=groups, device=device)
-        self.backward = Backward(engine, undo=self.undo)
+        self.backward = Backward(engine, undo=self.undo)  # of the steps that reductions are part of
         self._start = self._start_alone
-        self._part: Callable[[], Reduction | None] = _no_part
+        self.close()
 
     @property
     def engine(self) -> Engine:
@@ -183,11 +161,7 @@ class Reductions:
 
     def close(self) -> None:
         """Drop the part; otherwise an error raised at the end of its step would keep it alive."""
-        self._part = _no_part
-
-
-def _no_part() -> None:
-    return None
+        self._part: Callable[[], Reduction | None] = lambda: None
 
 
 class Reduction:
@@ -203,7 +177,7 @@ class Reduction:
         self.mean_weight: Tensor | None = None  # of the ranks of a mesh, the same for all meshes
         self._scales: dict[str | None, Tensor] = {}  # factors of this rank's gradients
         parameters = [p for unit in reductions.units for p in unit.fsdp.parameters]
-        self._before = [(p, None if p.grad is None else _local(p.grad).clone()) for p in parameters]
+        self._before = [(p, None if p.grad is None else local_of(p.grad).clone()) for p in parameters]
 
     def weigh(self) -> None:
         """Sum the weights of ranks over each mesh, once in a step. After an interrupt, finish the remaining meshes."""
@@ -220,16 +194,13 @@ class Reduction:
         self._scales = {group: torch.where(mean > 0, mine / mean, 0.0) for group, mean in means.items()}
         self.mean_weight, self.is_weighed = next(iter(means.values())), True
         if not reductions.device.is_asynchronous:  # where the host would wait
-            self._require_even([mean.item() for mean in means.values()])
-
-    def _require_even(self, means: Sequence[float]) -> None:
-        """Fail the step if this rank's meshes differ in mean weight: experts also see tokens of other meshes."""
-        if max(means) - min(means) > 1e-9 * max(means):  # False for NaN
-            problem = (
-                f"weight: the means over the meshes of this rank are {means}; ranks whose tokens go to the same "
-                "experts must all give one weight, such as the number of tokens of all of them"
-            )
-            self._reductions.backward.keep(ValueError(problem))
+            every = [mean.item() for mean in means.values()]
+            if max(every) - min(every) > 1e-9 * max(every):  # experts also see tokens of other meshes; False for NaN
+                problem = (
+                    f"weight: the means over the meshes of this rank are {every}; ranks whose tokens go to the same "
+                    "experts must all give one weight, such as the number of tokens of all of them"
+                )
+                reductions.backward.keep(ValueError(problem))
 
     def weighted(self, unit: Unit, buffer: Tensor) -> Tensor:
         """Return the gradients in `buffer`, weighted."""
@@ -259,7 +230,7 @@ class Reduction:
         after, structure = tree.flatten_any(self.states)
         reductions.states |= tree.unflatten_any(structure, kept(before, after, found_nonfinite))
         if found_nonfinite is not False:
-            spoil([_local(p.grad) for p, _ in self._before if p.grad is not None], found_nonfinite)
+            spoil([local_of(p.grad) for p, _ in self._before if p.grad is not None], found_nonfinite)
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -269,12 +240,7 @@ class Reduction:
             if before is None or parameter.grad is None:
                 parameter.grad = None
             else:
-                _local(parameter.grad).copy_(before)
-
-
-def _local(grad: Tensor) -> Tensor:
-    assert isinstance(grad, DTensor)
-    return grad.to_local()
+                local_of(parameter.grad).copy_(before)
 
 
 class Comm:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward, WeakHook, accumulates, nodes_behind, require_synchronized
+from fnddp.adapters.backward import Backward, RankWeight, WeakHook, accumulates, nodes_behind, require_synchronized
 from fnddp.adapters.checkpoint import Checkpoint
 from fnddp.adapters.handle import PipelineHandle
 from fnddp.core.agreement import agree_over, description
@@ -21,7 +21,8 @@ from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves
-from fnddp.integrations.fsdp.reductions import Ends, RankWeight, Reduction, Reductions, reductions_of
+from fnddp.integrations.fsdp.reductions import Ends, Reduction, reductions_of
+from fnddp.outer.shards import ranks_of
 from fnddp.plan.plan import Plan
 from fnddp.run.choose import AUTO, automatic
 from fnddp.wire import control
@@ -31,23 +32,18 @@ class Replicas(PipelineHandle):
     """The pipeline between the replicas of a model, with its state for this rank's shards: see `compress_replicas`."""
 
     def __init__(
-        self,
-        parameters: dict[str, DTensor],
-        frozen: dict[str, nn.Parameter],
-        sync: Sync,
-        group: str | None,
-        shards: DeviceMesh,
-        reductions: Reductions | None,
-        model: nn.Module,
+        self, model: nn.Module, parameters: dict[str, DTensor], sync: Sync, group: str | None, shards: DeviceMesh
     ) -> None:
-        self._frozen, self._shards, self._parameters = frozen, shards, parameters
+        self._shards, self._parameters = shards, parameters
+        self._frozen = {name: p for name, p in model.named_parameters() if name not in parameters}
         local = _local(parameters)
         super().__init__(local, sync, group, learns_order=True, other_groups=_groups(shards))
         self._synchronizes = self._is_armed = True  # outside of no_sync: now, and in the last forward
         self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # synchronized gradients
         self._before: dict[str, DTensor] = {}  # those that `.grad` held before this backward
         self._backward = Backward(self._engine, undo=self._undo)
-        self._reductions, self._weight = reductions, RankWeight() if reductions is None else reductions.weight
+        self._reductions = reductions = reductions_of(model)
+        self._weight = RankWeight() if reductions is None else reductions.weight
         self._fsdp = [group for _, groups in torch_private.fsdp_groups(model).values() for group in groups]
         self._ends = Ends(model)
         if reductions is not None:
@@ -287,10 +283,8 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
                     "remove it: torch.nn.utils.clip_grad_norm_ after backward counts all shards, and a step with NaN "
                     "or infinite gradients does not change the state"
                 )
-        reductions = reductions_of(model)
-        _require_weighted_alike(pipeline, reductions, model)
-        frozen = {name: p for name, p in model.named_parameters() if name not in parameters}
-        made.append(Replicas(parameters, frozen, pipeline, group, shards, reductions, model))
+        _require_weighted_alike(pipeline, model)
+        made.append(Replicas(model, parameters, pipeline, group, shards))
         return description(pipeline, _local(parameters), made[-1].sync_state)
 
     shards = [each.shards for _, groups in torch_private.fsdp_groups(model).values() for each in groups]
@@ -305,7 +299,8 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     return replicas
 
 
-def _require_weighted_alike(sync: Sync, reductions: Reductions | None, model: nn.Module) -> None:
+def _require_weighted_alike(sync: Sync, model: nn.Module) -> None:
+    reductions = reductions_of(model)
     every = [group for _, groups in torch_private.fsdp_groups(model).values() for group in groups]
     if all(group.shards is None or group.shards.size() == 1 for group in every):  # they take no mean
         return
@@ -340,7 +335,7 @@ def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor
             "compress_replicas: it was already called for this model, and both pipelines would run; call it only once"
         )
     parameters: dict[str, DTensor] = {}
-    replicas, every = _ranks(replicate), [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    replicas, every = ranks_of(replicate), [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     shards = max(every, key=DeviceMesh.size, default=None)
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -349,19 +344,15 @@ def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor
                 "fully_shard on the whole model first, with mesh=mesh['shard']"
             )
         mesh = parameter.device_mesh
-        if len(replicas & _ranks(mesh)) > 1:
+        if len(replicas & ranks_of(mesh)) > 1:
             raise TypeError(
                 f"compress_replicas: parameter {name!r} is on {mesh}, which includes the replicas {sorted(replicas)}, "
                 "so FSDP reduces between them already; call fully_shard with mesh=mesh['shard']"
             )
-        if shards is None or not _ranks(mesh) <= _ranks(shards):
+        if shards is None or not ranks_of(mesh) <= ranks_of(shards):
             raise TypeError(f"compress_replicas: parameter {name!r} is sharded over {mesh}, but others over {shards}")
         if parameter.requires_grad:
             parameters[name] = parameter
     if shards is None or not parameters:
         raise TypeError("compress_replicas: the model has no parameter that requires a gradient")
     return parameters, shards
-
-
-def _ranks(mesh: DeviceMesh) -> set[int]:
-    return set(mesh.mesh.flatten().tolist())

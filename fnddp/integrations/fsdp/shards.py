@@ -1,6 +1,6 @@
 """Codecs for the messages between FSDP2's shards: its reduce-scatter of gradients and its all-gather of weights."""
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
@@ -10,16 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fnddp import torch_private
-from fnddp.adapters.checkpoint import Checkpoint
+from fnddp.adapters.checkpoint import Checkpoint, Checkpoints
 from fnddp.core.agreement import agree_over, agreed_state, replicated
 from fnddp.core.group import Group, group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import State, Sync
-from fnddp.integrations.fsdp.checkpoints import Checkpoints
 from fnddp.integrations.fsdp.plan import AxesPlan, Axis, axes_of
-from fnddp.integrations.fsdp.reductions import Comm, Ends, Reductions, Scatter
+from fnddp.integrations.fsdp.reductions import Comm, Reductions, Scatter
 from fnddp.integrations.fsdp.replicas import is_compressed
-from fnddp.integrations.fsdp.unit import UNSCALED, Traffic, Unit, require_codecs, unweighted
+from fnddp.integrations.fsdp.unit import UNSCALED, Traffic, Unit, require_codecs
 from fnddp.reducers.all_reduce import none
 from fnddp.reducers.carriers import allgather, two_shot
 from fnddp.schedules.choose import partition
@@ -39,9 +38,11 @@ class Shards:
         group: Name of the process group of the shards, of most ranks if there are several; None for the default one.
     """
 
-    def __init__(self, model: nn.Module, reductions: Reductions, gradients: Sync | None, weights: Sync | None) -> None:
-        self.gradients, self.weights, self._model, self._reductions = gradients, weights, model, reductions
-        self.group = max(reductions.units, key=lambda unit: unit.n).group
+    def __init__(
+        self, reductions: Reductions, units: Sequence[Unit], gradients: Sync | None, weights: Sync | None
+    ) -> None:
+        self.gradients, self.weights, self._reductions, self._units = gradients, weights, reductions, units
+        self.group = max(units, key=lambda unit: unit.n).group
 
     @property
     def traffic(self) -> dict[str, Traffic]:
@@ -49,16 +50,16 @@ class Shards:
 
         Several groups of one module are numbered: "layers.0[0]", "layers.0[1]".
         """
-        return {unit.name: unit.traffic() for unit in self._reductions.units}
+        return {unit.name: unit.traffic() for unit in self._units}
 
     @property
     def plan(self) -> AxesPlan:
         """The messages of the next step, by mesh and pipeline, with the parameters that require a gradient now."""
         traffic, takes_weight = self.traffic, self.sync.takes_weight
         alike: dict[Any, list[Unit]] = {}
-        for unit in self._reductions.units:
+        for unit in self._units:
             alike.setdefault((unit.group, repr(unit.gradients), repr(unit.weights)), []).append(unit)
-        firsts = {unit.group: unit for unit in reversed(self._reductions.units)}  # a mesh sends weights of ranks once
+        firsts = {unit.group: unit for unit in reversed(self._units)}  # a mesh sends weights of ranks once
         axes: list[Sequence[Axis]] = []
         for units in alike.values():
             first, of_units = units[0], [traffic[unit.name] for unit in units]
@@ -87,20 +88,16 @@ class Shards:
         """The state of `gradients` after the last step, by group of parameters. Set it on all ranks."""
         if self._reductions.engine.refused is None:  # else the state may be loaded again
             self._reductions.require_whole()
-        return dict(self._reductions.states)
+        states = self._reductions.states
+        return {unit.name: states[unit.name] for unit in self._units if unit.name in states}
 
     @sync_state.setter
     def sync_state(self, state: State) -> None:
         self.prepare_state(lambda: state)()
 
-    def prepare_state(self, read: Callable[[], State], names: Collection[str] | None = None) -> Callable[[], None]:
-        """Return a function that sets the state that `read` returns: see `HasPipeline.prepare_state`.
-
-        Args:
-            names: The groups of parameters in that state; None for all.
-        """
-        before = {name: held for name, held in self.sync_state.items() if names is None or name in names}
-        units = self._reductions.units
+    def prepare_state(self, read: Callable[[], State]) -> Callable[[], None]:
+        """Return a function that sets the state that `read` returns: see `HasPipeline.prepare_state`."""
+        before, units = self.sync_state, self._reductions.units  # an error of one mesh is one of all
         groups = dict.fromkeys(group for unit in units for group in unit.groups)
         within = {
             subject: unit.groups
@@ -124,7 +121,7 @@ class Shards:
     def reset_sync(self) -> None:
         """Set the state of `gradients` to the initial one. All ranks call it, between steps."""
         held = self.sync_state
-        self.sync_state = {unit.name: unit.init() for unit in self._reductions.units if unit.name in held}
+        self.sync_state = {unit.name: unit.init() for unit in self._units if unit.name in held}
 
     def sync_checkpoint(self, saved_world_size: int | tuple[int, ...] | None = None) -> Checkpoint:
         """Return the state for torch.distributed.checkpoint: see `fnddp.DistributedDataParallel.sync_checkpoint`.
@@ -133,16 +130,17 @@ class Shards:
             saved_world_size: The number of shards that saved it; for several meshes a tuple, as `Checkpoints.saved_by`
                 returns it. If there are other ranks besides these shards, the number of shards must be the same.
         """
-        names: dict[str | None, list[str]] = {self.group: []}
-        for unit in self._reductions.units:
-            names.setdefault(unit.group, []).append(unit.name)
-        saved = saved_world_size if isinstance(saved_world_size, tuple) else (saved_world_size,) * len(names)
+        meshes: dict[str | None, list[Unit]] = {self.group: []}
+        for unit in self._units:
+            meshes.setdefault(unit.group, []).append(unit)
+        saved = saved_world_size if isinstance(saved_world_size, tuple) else (saved_world_size,) * len(meshes)
         made: list[Checkpoint] = []
-        for (group, of_group), size in zip(names.items(), saved, strict=True):
+        for (group, units), size in zip(meshes.items(), saved, strict=True):
             ranks = dist.get_process_group_ranks(torch_private.live_group(group))
             number = f"{len(ranks)}_" if made else ""
             prefix = "" if len(ranks) == dist.get_world_size() else f"shards_{number}from_rank{min(ranks)}/"
-            made.append(Checkpoint(_OfMesh(self, of_group), group, size, prefix))
+            of_mesh = Shards(self._reductions, units, self.gradients, self.weights)
+            made.append(Checkpoint(of_mesh, group, size, prefix))
         return made[0] if len(made) == 1 else Checkpoints(made)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -150,7 +148,7 @@ class Shards:
 
         The next backward outside of the block synchronizes their sum.
         """
-        return unsynchronized(self._model)
+        return unsynchronized(self._reductions.model)
 
     def weight(self, count: float) -> AbstractContextManager[None]:
         """Weight this rank's gradients by `count` in the means of backwards that begin in the block, for `weighted`.
@@ -168,24 +166,6 @@ class Shards:
                 fails on all ranks. On the CPU also if this rank's meshes differ in mean weight.
         """
         return self._reductions.weight.block(self.gradients or two_shot, count)
-
-
-class _OfMesh:
-    """The state of the groups of parameters `names` in `shards`, for a checkpoint."""
-
-    def __init__(self, shards: Shards, names: Sequence[str]) -> None:
-        self._shards, self._names = shards, names
-
-    @property
-    def sync(self) -> Sync:
-        return self._shards.sync
-
-    @property
-    def sync_state(self) -> State:
-        return {name: state for name, state in self._shards.sync_state.items() if name in self._names}
-
-    def prepare_state(self, read: Callable[[], State]) -> Callable[[], None]:
-        return self._shards.prepare_state(read, self._names)
 
 
 @contextmanager
@@ -284,13 +264,11 @@ def set_up_shards(model: nn.Module, gradients: Pipeline, weights: Pipeline, othe
                 f"compress_shards: gradients={read[0]!r}: FSDP itself averages over replicas here, and cannot weight "
                 "that mean; call fully_shard with mesh=mesh['shard'], and compress_replicas"
             )
-        of_unit = [
-            _by_unit(what, unweighted(sync), found) for what, sync in zip(("gradients", "weights"), read, strict=True)
-        ]
+        of_unit = [_by_unit(what, sync, found) for what, sync in zip(("gradients", "weights"), read, strict=True)]
         units = [Unit(name, names, fsdp, *(of[name] for of in of_unit)) for name, (names, fsdp) in found.items()]
         states: dict[str, State] = {} if read[0] is None else {unit.name: unit.init() for unit in units}
-        reductions = Reductions(units, states, Ends(model), takes_weight)
-        made.append((Shards(model, reductions, *read), reductions))
+        reductions = Reductions(model, units, states, takes_weight)
+        made.append((Shards(reductions, units, *read), reductions))
         lines: dict[str, str] = {}
         for unit in units:  # ranks of other experts have other parameters
             lines |= unit.describe()
@@ -338,7 +316,7 @@ def fitting(what: str, sync: Pipeline) -> Sync | None:
 def _by_unit(
     what: str, sync: Sync | None, found: Mapping[str, tuple[list[str], FSDPGroup]]
 ) -> Mapping[str, Sync | None]:
-    """Return the pipeline of each group of parameters."""
+    sync = sync.inner if isinstance(sync, weighted) else sync
     if not isinstance(sync, partition):
         return dict.fromkeys(found, sync)
     leaves: dict[str, Tensor] = {}
@@ -360,11 +338,7 @@ def _by_unit(
 
 
 def _sharded(model: nn.Module, has_weights: bool) -> dict[str, tuple[list[str], FSDPGroup]]:
-    """Return the names of the parameters that FSDP sends together and FSDP's object for them, by module name.
-
-    Raises:
-        TypeError: Some parameters are not sharded, or not in a way that supports codecs.
-    """
+    """Return the names of the parameters that FSDP sends together and FSDP's object for them, by module name."""
     if is_compressed(model):
         raise TypeError("compress_shards: call it before compress_replicas, which takes over the steps of shards")
     if not isinstance(model, FSDPModule):

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +17,7 @@ from fnddp.core.sync import State, Sync
 from fnddp.core.tree import replaced
 from fnddp.device import device_of
 from fnddp.integrations.fsdp.rows import Rows, rows_to_all, rows_to_owners
+from fnddp.reducers.halves import with_halves
 from fnddp.torch_private import FSDPGroup, is_within_backward
 from fnddp.transforms.memory import ef21, error_feedback
 from fnddp.transforms.weighted import weighted
@@ -97,15 +97,11 @@ _LARGE = 0.25  # of the norm of weights, before the first step
 
 
 class Sending(C10d):
-    """torch.distributed for the messages of one reduction; it records the messages that this rank has started.
-
-    Attributes:
-        sizes: The sizes of the messages: `[ranks, bytes]`.
-    """
+    """torch.distributed for the messages of one reduction; it records the messages that this rank has started."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: list[torch.Size] = []
+        self.sizes: list[torch.Size] = []  # of the messages: [ranks, bytes]
         self._works: list[list[Work]] = []  # a list for each message: empty until it is started
         self._next = 0
 
@@ -238,7 +234,7 @@ class Unit:
             assert self.gradients is not None
             rows = self._rows_of(self._present)
             carrier = rows_to_owners(group_name(self.fsdp.reducing), self.name, rows)
-            self._pipelines[self._present] = _with_carrier(self.gradients, carrier), rows
+            self._pipelines[self._present] = with_halves(self.gradients, carrier), rows
         return self._pipelines[self._present]
 
     def _rows_of(self, names: Sequence[str]) -> Rows:
@@ -305,22 +301,12 @@ def traffic_of(
     return Traffic(reduced, gathered, regathered)
 
 
-def unweighted(sync: Sync | None) -> Sync | None:
-    """Return the pipeline inside of `weighted`, or `sync` itself."""
-    return sync.inner if isinstance(sync, weighted) else sync
-
-
 def layers_of(sync: Sync | None) -> Layers:
     """Return the codecs of a pipeline, as in its first exchange."""
-    if sync is None:
-        return ()
-    inner: Any = sync.inner if isinstance(sync, ef21 | error_feedback) else sync
+    inner: Any = sync
     layers: list[Layer] = []
-    while not isinstance(inner, Carrier):
-        layers.append(Layer(inner, getattr(inner, "seed", 0)))
+    while not (inner is None or isinstance(inner, Carrier)):
+        if not isinstance(inner, weighted | ef21 | error_feedback):
+            layers.append(Layer(inner, getattr(inner, "seed", 0)))
         inner = inner.inner
     return tuple(layers)
-
-
-def _with_carrier(sync: Any, carrier: Sync) -> Sync:
-    return carrier if isinstance(sync, Carrier) else replace(sync, inner=_with_carrier(sync.inner, carrier))

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from fnddp.core import tree
 from fnddp.core.sync import Replicated, State, Sync, require_state
@@ -62,13 +61,11 @@ class Descending(Outer):
                 if self.nesterov:
                     direction = torch.add(mean[path], velocity[path], alpha=self.momentum)
             anchor[path] = torch.add(anchor[path], direction, alpha=-self.lr)
-            merged[path] = self._merged(anchor[path], params[path])
+            if self.alpha:  # two products, each rounded: a fused operation rounds rows of a simulation differently
+                merged[path] = (1 - self.alpha) * anchor[path] + self.alpha * params[path]
+            else:  # a copy, because the local optimizer writes to its parameters
+                merged[path] = anchor[path].clone()
         return merged, replaced(state, anchor=anchor, velocity=velocity), inner
-
-    def _merged(self, anchor: Tensor, own: Tensor) -> Tensor:
-        # Two products, each rounded: a fused operation rounds the rows of a simulation differently.
-        # A copy, because the local optimizer writes to its parameters.
-        return (1 - self.alpha) * anchor + self.alpha * own if self.alpha else anchor.clone()
 
     def require_own(self, params: Leaves, state: Any, kind: type) -> None:
         """Raise a ValueError unless `state` is a `kind` for these leaves; leaves may have a row for each rank."""
