@@ -17,7 +17,7 @@ from fnddp.codecs import quantize as codec
 from fnddp.core.codec import Carrier, Key, Layer
 from fnddp.kernels.int8 import encoded
 from fnddp.kernels.leaves import DECODE, ENCODE, ENCODE_SUM, REDUCE, RESIDUAL, SENT, text_of
-from fnddp.kernels.operator import KernelOr, is_same
+from fnddp.kernels.operator import is_same, kernel_or
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import KEEP
 
@@ -373,7 +373,7 @@ def test_a_kernel_that_fails_or_is_wrong_is_not_used(caplog: pytest.LogCaptureFi
             return kernel(x)
 
         monkeypatch.setattr(blocks, "encode", counted)
-        tried = KernelOr("fnddp::doubled", doubled, "encode", lambda device: (torch.ones(3, device=device),))
+        tried = kernel_or("fnddp::doubled", doubled, "encode", lambda device: (torch.ones(3, device=device),))
         for _ in range(2):
             assert tried(torch.tensor([5.0])) == 10
         return len(calls) > 1

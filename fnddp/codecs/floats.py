@@ -19,7 +19,7 @@ from fnddp.codecs.packing import (
 )
 from fnddp.core.codec import Carrying, Codec, Form, Key, Payload, wide
 from fnddp.core.opaque import rounded, shortened
-from fnddp.core.options import at_least, one_of
+from fnddp.core.options import at_least
 from fnddp.core.sync import transform
 from fnddp.torch_private import reinterpreted
 
@@ -90,7 +90,7 @@ class fp8(Codec):
     block: int | None = 128
     scale: Literal["float32", "e8m0"] = "float32"
 
-    limits: ClassVar = {"format": one_of(*FORMATS), "block": at_least(1), "scale": one_of("float32", "e8m0")}
+    limits: ClassVar = {"block": at_least(1)}
 
     def __post_init__(self) -> None:
         super().__post_init__()

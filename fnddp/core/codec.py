@@ -171,6 +171,9 @@ def _only(payload: Payload) -> Tensor:
 class Carrying(Sync):
     """A pipeline that codecs may wrap: a carrier, or a codec or cast around one."""
 
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        return self.carry((), leaves, state)
+
 
 CHECKS["Carrying"] = require_sync
 
@@ -184,9 +187,6 @@ class Carrier(Reducer, Carrying):
 
     ops: ClassVar[Any] = frozenset({"mean"})
     nests: ClassVar[Any] = frozenset({"around"})
-
-    def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        return self.carry((), leaves, state)
 
     def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         group = group_name(self.group)
@@ -302,9 +302,6 @@ class Codec(Carrying):
     def init(self, grads: Tree) -> State:
         inner = self.inner.init(grads)
         return CodecState(0, inner) if self.draws else inner
-
-    def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        return self.carry((), leaves, state)
 
     def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         return carried(self, layers, leaves, state)

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 import torch
 
 from fnddp.core.group import Group
-from fnddp.core.options import Limit, checked_bool, checked_float, checked_int, checked_str
+from fnddp.core.options import Limit, checked_bool, checked_float, checked_int, checked_str, one_of
 
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "int": checked_int,
@@ -32,7 +32,7 @@ class Expression:
     tables: ClassVar[frozenset[str]] = frozenset()
     """Fields that hold a dict as a tuple of pairs, so that it hashes; they are printed as the dict."""
     limits: ClassVar[Mapping[str, Limit]] = {}
-    """The values that fields may have, if not None; other values raise a ValueError."""
+    """The values that fields may have, if not None and not a `Literal`; other values raise a ValueError."""
 
     def __post_init__(self) -> None:
         for field in fields(self):  # pyright: ignore[reportArgumentType]
@@ -42,7 +42,9 @@ class Expression:
             value = getattr(self, field.name, None)
             if field.init and check is not None and not (value is None and kind.endswith(_OR_NONE)):
                 object.__setattr__(self, field.name, check(f"{type(self).__name__}: {field.name}", value))
-        for name, limit in self.limits.items():
+        literals = {field.name: field.type for field in fields(self) if get_origin(field.type) is Literal}  # pyright: ignore[reportArgumentType]
+        limits = {name: one_of(*get_args(kind)) for name, kind in literals.items()} | dict(self.limits)
+        for name, limit in limits.items():
             value = getattr(self, name)
             if value is not None and not limit.holds(value):
                 raise ValueError(f"{type(self).__name__}: {name} must be {limit.text}, got {value!r}")

@@ -116,20 +116,7 @@ class PayloadRange:
     last: int
 
 
-Name: TypeAlias = (
-    Grad
-    | StatePart
-    | Divisor
-    | StepWeight
-    | FoundNonfinite
-    | Held
-    | Sent
-    | PayloadRange
-    | Received
-    | Mean
-    | Scratch
-    | Temp
-)
+Name: TypeAlias = _OfLeaf | StatePart | Divisor | StepWeight | FoundNonfinite | _Named | _OfPayload | PayloadRange
 """The name of a value of a plan."""
 
 

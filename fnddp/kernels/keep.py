@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fnddp.device import device_of
 from fnddp.kernels.operator import KEYS, works
-from fnddp.torch_private import without_modes
 
 
 def _like(old: Sequence[Tensor], new: Sequence[Tensor], found: Tensor) -> list[Tensor]:
@@ -39,8 +38,7 @@ def _run(old: Sequence[Tensor], new: Sequence[Tensor], found: Tensor, out: Seque
 
 @cache
 def _works(device: torch.device) -> bool:
-    with without_modes():
-        return works("the kernel that keeps memory", device, lambda: samples(device))
+    return works("the kernel that keeps memory", device, lambda: samples(device))
 
 
 def samples(device: torch.device) -> Iterator[tuple[Any, Any]]:

@@ -304,8 +304,7 @@ OUT = {each.default: each.out for each in (ENCODE, REDUCE, DECODE, SENT, ENCODE_
 @cache
 def _works(codec: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the kernels give the numbers of the references on a device."""
-    with without_modes():
-        return works(f"the kernels of {codec}", device, lambda: samples(codec, dtype, device))
+    return works(f"the kernels of {codec}", device, lambda: samples(codec, dtype, device))
 
 
 def samples(codec: str, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, Any]]:

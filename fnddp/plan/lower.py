@@ -159,18 +159,14 @@ class Traces:
     def of(self, request: Request) -> Draft:
         """Return a trace for `request`, a copy that passes may change."""
         sizes, last = sizes_of(request), self._last
-        if last is None or sizes != self._sizes or not self._is_for(last, request, sizes):
+        is_alike = last is not None and (sizes, last.request.backend) == (self._sizes, request.backend)
+        if last is not None and last.is_by_bucket:
+            is_alike &= (last.request.buckets, last.request.dropped) == (request.buckets, request.dropped)
+        if last is None or not is_alike or not last.phase.holds_for(request.state, sizes):
             made = trace(request)
             self._last = last = replace(made, request=replace(request, state=None))  # state would keep tensors alive
             self._sizes = sizes
         return copied(last, request)
-
-    @staticmethod
-    def _is_for(last: Draft, request: Request, sizes: Mapping[str | None, int]) -> bool:
-        buckets, dropped = last.request.buckets, last.request.dropped
-        is_alike = not last.is_by_bucket or (buckets, dropped) == (request.buckets, request.dropped)
-        is_alike &= last.request.backend == request.backend
-        return is_alike and last.phase.holds_for(request.state, sizes)
 
     def plan(self, request: Request) -> Plan:
         return plan_of(self.of(request))

@@ -131,6 +131,7 @@ def _checked_owners(what: str, value: Any) -> Owners:
 CHECKS["Owners"] = _checked_owners
 
 
+@dataclass(frozen=True, repr=False)
 class _Half(Carrier):
     """Shared base of both halves: batches of each owner's leaves, and payloads with one row for each owner."""
 
@@ -178,9 +179,6 @@ class to_owners(_Half):
 
     agrees: ClassVar[Any] = False  # ranks have different leaves
 
-    group: Group = None
-    owners: Owners | None = None
-
     def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         group, rank, owners = self._here(leaves)
         exact = {path: leaf for path, leaf in leaves.items() if not is_inexact(leaf) or not leaf.numel()}
@@ -221,9 +219,6 @@ class to_all(_Half):
     >>> to_all()({"w": torch.ones(2)}, ())
     ({'w': tensor([1., 1.])}, ())
     """
-
-    group: Group = None
-    owners: Owners | None = None
 
     def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         group, rank, owners = self._here(leaves)

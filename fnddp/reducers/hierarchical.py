@@ -1,7 +1,7 @@
 """Two-level reduction: a mean inside the node, exact or with codecs, and any pipeline across nodes."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +78,8 @@ class hierarchical(Sync):
     intra: Group | Carrying = None
     shard: bool = True
 
+    ops: ClassVar[Any] = frozenset({"mean"})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.intra, Sync):
@@ -98,10 +100,6 @@ class hierarchical(Sync):
                     f"hierarchical: {name} needs whole leaves, but here each rank has only a shard of each leaf; put "
                     f"it outside, {name}(hierarchical(...)), or keep leaves whole with shard=False"
                 )
-
-    @property
-    def ops(self) -> frozenset[str]:
-        return frozenset({"mean"})
 
     @property
     def groups(self) -> frozenset[str | None] | None:
@@ -200,7 +198,8 @@ class _Between(Carrier):
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
         n = collectives.world_size(group_name(self.group))
-        return self.inner.init({path: x.detach().new_empty(_shard_shape(x, n)) for path, x in leaves.items()})
+        shapes = {path: _rows(x.to("meta"), n).shape[1:] for path, x in leaves.items()}
+        return self.inner.init({path: x.detach().new_empty(shapes[path]) for path, x in leaves.items()})
 
     def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         group = group_name(self.group)
@@ -265,11 +264,6 @@ def _view_shape(leaf: Tensor, n: int) -> tuple[int, ...]:
     """Return the shape of `leaf` that is cut into n shards along its first dimension."""
     has_rows = leaf.ndim > 1 and -leaf.shape[0] % n <= MOST_PADDING * leaf.shape[0]
     return tuple(leaf.shape) if has_rows else (leaf.numel(),)
-
-
-def _shard_shape(leaf: Tensor, n: int) -> tuple[int, ...]:
-    first, *rest = _view_shape(leaf, n)
-    return (-(-first // n), *rest)
 
 
 def _rows(leaf: Tensor, n: int) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor
 from fnddp.core import collectives, tree
 from fnddp.core.codec import Carrying, CodecState, Key, Layers, Payload, carried
 from fnddp.core.opaque import rounded
-from fnddp.core.options import one_of
 from fnddp.core.sync import (
     Exchange,
     State,
@@ -70,7 +69,6 @@ class cast(Carrying):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     seed: int = 0
 
-    limits: ClassVar = {"rounding": one_of("nearest", "stochastic")}
     wraps_skipping: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

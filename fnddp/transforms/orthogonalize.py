@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-METHODS = ("cholesky", "qr", "gram_schmidt")
-
 _segment_reduce: Any = torch.segment_reduce
 
 

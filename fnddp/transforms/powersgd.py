@@ -11,11 +11,11 @@ from fnddp.core import random, tree
 from fnddp.core.buckets import BUCKET_CAPS, assign_buckets
 from fnddp.core.layout import in_format_of
 from fnddp.core.opaque import rounded
-from fnddp.core.options import Limit, at_least, one_of
+from fnddp.core.options import Limit, at_least
 from fnddp.core.sync import Exchange, Remembered, Replicated, State, Sync, require_sums, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
 from fnddp.device import device_of
-from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
+from fnddp.transforms.orthogonalize import orthogonalize, orthogonalize_all, unit_rows
 
 ITERATIONS = 4  # of `refresh`: each multiplies wanted / unwanted by the square of their singular values' ratio
 
@@ -119,7 +119,6 @@ class powersgd(Sync):
     limits: ClassVar = {
         "rank": at_least(1),
         "min_compression_rate": at_least(0),
-        "orthogonalization": one_of(*METHODS),
         "epsilon": at_least(0),
         "refresh": Limit(lambda refresh: refresh == 0 or refresh >= 2, "0 (never) or at least 2 exchanges"),
     }
