@@ -117,10 +117,8 @@ class fp8(Codec):
             exponent = torch.bitwise_right_shift(reinterpreted(largest, torch.int32), MANTISSA)
             scale = torch.where(exponent == 255, 255, (exponent - form.top).clamp(min=0)).to(torch.uint8)
             # The exact inverse of the scale, a normal number; for a NaN scale, any value.
-            q = blocks * reinterpreted((254 - scale.to(torch.int32)).abs() * (1 << MANTISSA), torch.float32).unsqueeze(
-                -1
-            )
-            q = q.clamp(-form.largest, form.largest)
+            factor = reinterpreted((254 - scale.to(torch.int32)).abs() * (1 << MANTISSA), torch.float32)
+            q = (blocks * factor.unsqueeze(-1)).clamp(-form.largest, form.largest)
         # Bytes: no codec inside may take them for fractions, and gloo and NCCL do not know the dtype.
         q = _in_four_bits(q) if form.dtype is None else reinterpreted(rounded(q, form.dtype), torch.uint8)
         return {"scale": scale, "q": q}

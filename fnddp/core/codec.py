@@ -19,7 +19,7 @@ from fnddp.core.expression import CHECKS
 from fnddp.core.group import group_name
 from fnddp.core.opaque import rounded
 from fnddp.core.sync import Exchange, Reducer, Replicated, State, Sync, require_state, require_sync
-from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
+from fnddp.core.tree import Leaves, Tree, is_compressible, is_inexact, replaced
 
 Payload: TypeAlias = dict[str, Tensor]
 """Encoded rows: tensors with rows as their first dimension."""
@@ -190,7 +190,7 @@ class Carrier(Reducer, Carrying):
 
     def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         group = group_name(self.group)
-        whole = {path: leaf for path, leaf in leaves.items() if not is_inexact(leaf) or not leaf.numel()}
+        whole = {path: leaf for path, leaf in leaves.items() if not is_compressible(leaf)}
         wires = {path: layout.to_wire(leaf) for path, leaf in leaves.items() if path not in whole}
         mean, sent = collectives.all_reduce(whole, "mean", group), dict(whole)
         means, sents, state = self.carry_flat(layers, {path: wire.reshape(-1) for path, wire in wires.items()}, state)

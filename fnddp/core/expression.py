@@ -18,8 +18,6 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 """Functions that check a field's value and return it in plain Python, by the name of the field's type."""
 
-_OR_NONE = " | None"
-
 
 class Expression:
     """A frozen dataclass; its fields are hyperparameters and the expressions that it wraps.
@@ -38,9 +36,9 @@ class Expression:
         for field in fields(self):  # pyright: ignore[reportArgumentType]
             # A string in modules that postpone annotations.
             kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
-            check = CHECKS.get(kind.removesuffix(_OR_NONE).partition("[")[0].rpartition(".")[2])
+            check = CHECKS.get(kind.removesuffix(" | None").partition("[")[0].rpartition(".")[2])
             value = getattr(self, field.name, None)
-            if field.init and check is not None and not (value is None and kind.endswith(_OR_NONE)):
+            if field.init and check is not None and not (value is None and kind.endswith(" | None")):
                 object.__setattr__(self, field.name, check(f"{type(self).__name__}: {field.name}", value))
         literals = {field.name: field.type for field in fields(self) if get_origin(field.type) is Literal}  # pyright: ignore[reportArgumentType]
         limits = {name: one_of(*get_args(kind)) for name, kind in literals.items()} | dict(self.limits)

@@ -116,7 +116,10 @@ class PayloadRange:
     last: int
 
 
-Name: TypeAlias = _OfLeaf | StatePart | Divisor | StepWeight | FoundNonfinite | _Named | _OfPayload | PayloadRange
+BufferSlice: TypeAlias = Sent | Received | PayloadRange
+"""A part of the memory of a collective."""
+
+Name: TypeAlias = Grad | StatePart | Divisor | StepWeight | FoundNonfinite | Held | BufferSlice | Mean | Scratch | Temp
 """The name of a value of a plan."""
 
 

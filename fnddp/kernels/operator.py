@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -101,6 +101,29 @@ def operator(name: str, schema: str, run: Callable[..., Any], *, kernel: str, sa
         torch.library.impl(f"fnddp::{name}", key, kernel_or(name, run, kernel, sample))
     torch.library.register_vmap(overload, batch)
     return overload
+
+
+def list_operator(
+    name: str, schema: str, like: Callable[..., list[Tensor]], run: Callable[..., None], by_kernel: Callable[..., None]
+) -> tuple[Any, Any]:
+    """Define an operator on lists of tensors: one form makes its results, and one writes them to existing tensors.
+
+    `like` returns tensors for the results. `run`, and `by_kernel` on devices with kernels, write the results to `out`.
+    """
+
+    def made(into: Callable[..., None], *arguments: Any) -> list[Tensor]:
+        out = like(*arguments)
+        into(*arguments, out=out)
+        return out
+
+    torch.library.define(f"fnddp::{name}", f"({schema}) -> Tensor[]", tags=())
+    torch.library.define(f"fnddp::{name}.out", f"({schema}, *, Tensor(a!)[] out) -> ()", tags=())
+    for key, into in (("CompositeExplicitAutograd", run), *((key, by_kernel) for key in KEYS)):
+        torch.library.impl(f"fnddp::{name}", key, partial(made, into))
+        torch.library.impl(f"fnddp::{name}.out", key, into)
+    torch.library.register_fake(f"fnddp::{name}", like)
+    packet = getattr(torch.ops.fnddp, name)
+    return packet.default, packet.out
 
 
 def is_same(made: Tensor, expected: Tensor) -> bool:

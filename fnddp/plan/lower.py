@@ -1,8 +1,7 @@
 """`lower`: make a plan from a pipeline and parameters, pass by pass."""
 
 import gc
-from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -133,17 +132,10 @@ def lower_leaves(
         raise ValueError(f"lower: arrival must name each of the leaves {list(leaves)} once, got {expected}")
     buckets = assign_buckets({path: leaves[path].nbytes for path in expected}, bucket_caps)
     request = Request(sync, dict(leaves), state, buckets, donation, frozenset(dropped), world, backend)
-    with _without_gc():
-        return plan_of(trace(request)) if traces is None else traces.plan(request)
-
-
-@contextmanager
-def _without_gc() -> Generator[None]:
-    """Disable the garbage collector: it would scan a graph's hundreds of thousands of objects again and again."""
     was_enabled = gc.isenabled()
-    gc.disable()
+    gc.disable()  # it would scan a graph's hundreds of thousands of objects again and again
     try:
-        yield
+        return plan_of(trace(request)) if traces is None else traces.plan(request)
     finally:
         if was_enabled:
             gc.enable()

@@ -16,7 +16,7 @@ from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import rounded, shortened
 from fnddp.core.sync import Exchange, State, Sync, transform
 from fnddp.core.table import Cut, Hop, Table
-from fnddp.core.tree import Leaves, is_inexact, ordered
+from fnddp.core.tree import Leaves, is_compressible, is_inexact, ordered
 from fnddp.wire.groups import current
 
 
@@ -181,7 +181,7 @@ class to_owners(_Half):
 
     def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         group, rank, owners = self._here(leaves)
-        exact = {path: leaf for path, leaf in leaves.items() if not is_inexact(leaf) or not leaf.numel()}
+        exact = {path: leaf for path, leaf in leaves.items() if not is_compressible(leaf)}
         mean: Leaves = {
             path: owners.own(path, each, rank) for path, each in collectives.all_reduce(exact, "mean", group).items()
         }

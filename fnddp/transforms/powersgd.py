@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fnddp.core import random, tree
 from fnddp.core.buckets import BUCKET_CAPS, assign_buckets
+from fnddp.core.codec import wide
 from fnddp.core.layout import in_format_of
 from fnddp.core.opaque import rounded
 from fnddp.core.options import Limit, at_least
@@ -212,12 +213,9 @@ class powersgd(Sync):
 
         def decode(got: Leaves) -> Leaves:
             rows = side_by_side(got)
-            if sends_p:
-                factors = zip(_columns_of(stacks, rows, sizes), hat, strict=True)
-                whole = _apart(stacks, [each @ basis.mH for each, basis in factors])
-            else:
-                factors = zip(hat, _groups_of(stacks, rows, sizes), strict=True)
-                whole = _apart(stacks, [basis @ each for basis, each in factors])
+            p = _columns_of(stacks, rows, sizes) if sends_p else hat
+            q = [basis.mH for basis in hat] if sends_p else _groups_of(stacks, rows, sizes)
+            whole = _apart(stacks, [each @ other for each, other in zip(p, q, strict=True)])
             return {**got, **{path: _leaf_of(each, leaves[path]) for path, each in whole.items()}}
 
         fallback = _side_by_side(stacks, _transposed(last))
@@ -299,13 +297,13 @@ class powersgd(Sync):
             return [orthogonalize(each, self.orthogonalization, self.epsilon) for each in some]
         found: list[Tensor] = []
         for groups in stacks.by_bucket:
-            dtype = _compute_dtype(leaves[groups[0][0]].dtype)
+            dtype = wide(leaves[groups[0][0]].dtype)
             found += orthogonalize_all([[factors[path] for path in group] for group in groups], self.epsilon, dtype)
         return found
 
     def _draw(self, name: str, leaf: Tensor, step: int, size: int) -> Tensor:
         """Return random unit columns for a factor of `leaf`: `[size, rank]`."""
-        like = leaf.detach().new_empty(0, dtype=_compute_dtype(leaf.dtype))
+        like = leaf.detach().new_empty(0, dtype=wide(leaf.dtype))
         factor = random.normal((size, self._rank_of(leaf)), name=name, seed=self.seed, step=step, like=like)
         return factor / torch.linalg.vector_norm(factor, dim=0, keepdim=True)
 
@@ -318,13 +316,9 @@ def _emptied(leaves: Leaves) -> Leaves:
     return {path: leaf.detach().new_empty(0) for path, leaf in leaves.items()}
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    # Half-precision factorizations do not exist on the CPU and lose too much anywhere.
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _compute(tensor: Tensor) -> Tensor:
-    return tensor.to(_compute_dtype(tensor.dtype))
+    # Half-precision factorizations do not exist on the CPU and lose too much anywhere.
+    return tensor.to(wide(tensor.dtype))
 
 
 def _leaf_of(matrix: Tensor, like: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import fx
 
 from fnddp.device import device_of
 from fnddp.ir.program import (
+    BufferSlice,
     Collective,
     Grad,
     LeafSpec,
@@ -66,7 +67,7 @@ _QUICK: dict[Any, Any] = {
     aten.full.default: _filled,
 }
 _SHOWN = ("dtype", "alpha", "beta")  # options of operations that change the result
-_PERSISTENT = (Sent, PayloadRange, Received, Mean, Scratch)
+_PERSISTENT = BufferSlice | Mean | Scratch
 
 
 def emit(draft: Draft) -> tuple[Segment, ...]:
