@@ -174,6 +174,17 @@ class Carrying(Sync):
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         return self.carry((), leaves, state)
 
+    def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
+        """Exchange `leaves`, encoded by `layers` and then by this codec, over the pipeline inside it."""
+        if not self.carries:
+            return super().carry(layers, leaves, state)
+        codec: Any = self
+        if not codec.draws:
+            return codec.inner.carry((*layers, Layer(codec)), leaves, state)
+        require_state(type(self).__name__, state, CodecState)
+        inner = codec.inner.carry((*layers, Layer(codec, getattr(codec, "seed", 0), state.step)), leaves, state.inner)
+        return replaced(inner, state=CodecState(state.step + 1, inner.state))
+
 
 CHECKS["Carrying"] = require_sync
 
@@ -302,18 +313,6 @@ class Codec(Carrying):
     def init(self, grads: Tree) -> State:
         inner = self.inner.init(grads)
         return CodecState(0, inner) if self.draws else inner
-
-    def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
-        return carried(self, layers, leaves, state)
-
-
-def carried(codec: Any, layers: Layers, leaves: Leaves, state: State) -> Exchange:
-    """Exchange `leaves`, encoded by `layers` and then by `codec`, over the pipeline inside `codec`."""
-    if not codec.draws:
-        return codec.inner.carry((*layers, Layer(codec)), leaves, state)
-    require_state(type(codec).__name__, state, CodecState)
-    inner = codec.inner.carry((*layers, Layer(codec, getattr(codec, "seed", 0), state.step)), leaves, state.inner)
-    return replaced(inner, state=CodecState(state.step + 1, inner.state))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

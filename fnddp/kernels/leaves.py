@@ -80,7 +80,6 @@ def _groups(codec: str, counts: tuple[int, ...], n: int, dtype: torch.dtype, dev
 
 
 def _parts(groups: Sequence[Group], payload: Sequence[Tensor]) -> Iterator[tuple[Group, Payload]]:
-    """Split the parts of a payload by group."""
     named = dict(zip(groups[0].like.payload, payload, strict=True))
     at = dict.fromkeys(named, 0)
     for group in groups:
@@ -291,7 +290,6 @@ OUT = {each.default: each.out for each in (ENCODE, REDUCE, DECODE, SENT, ENCODE_
 
 @cache
 def _works(codec: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernels give the numbers of the references on a device."""
     return works(f"the kernels of {codec}", device, lambda: samples(codec, dtype, device))
 
 

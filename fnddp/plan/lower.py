@@ -192,7 +192,6 @@ def plan_of(draft: Draft) -> Plan:
         numbers=(*(parts[i] for i in draft.phase.counters), *sizes_of(request).values()),
         overwrites=frozenset(name.path for name in overwritten if isinstance(name, Grad)),
         overwrites_state=tuple(sorted(name.index for name in overwritten if isinstance(name, StatePart))),
-        results=frozenset(placement.results),
         memories={path: name_of(memory, draft.names) for path, memory in placement.memories.items()},
         constants={name: draft.held[name.name] for name in draft.names.values() if isinstance(name, Held)},
         scratch=placement.scratch,

@@ -145,7 +145,6 @@ class _Half(Carrier):
         raise AssertionError("halves carry leaves in their shapes")
 
     def _here(self, leaves: Leaves) -> tuple[str | None, int, Owners]:
-        """Return the group, this rank in it, and the owners."""
         group = group_name(self.group)
         n, rank = collectives.world_size(group), collectives.rank(group)
         name = type(self).__name__
@@ -238,7 +237,6 @@ class to_all(_Half):
 
 
 def _gathered(layers: Layers, leaves: Leaves, owners: Owners, group: str | None, rank: int) -> Leaves:
-    """Return whole leaves, gathered from the parts of their owners."""
     wires = {path: layout.to_wire(leaf).reshape(-1) for path, leaf in leaves.items()}
     table = owners.table({path: leaf.is_complex() for path, leaf in leaves.items()})
     rows: Leaves = {}

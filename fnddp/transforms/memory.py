@@ -159,7 +159,6 @@ class error_feedback(Memory):
         return {path: layout.from_wire(x, leaves[path]) for path, x in known.items()}
 
     def _stored(self, residuals: Leaves) -> tuple[Leaves, Leaves]:
-        """Return `residual` and `scale` of a state."""
         if self.residual == "float32":
             return residuals, {}
         stored = {path: to_int8(layout.to_wire(x)) for path, x in residuals.items()}

@@ -199,5 +199,4 @@ def _replace(graph: fx.Graph, members: Sequence[Traced], collective: Collective)
 
 
 def _is_multiplied(node: fx.Node) -> bool:
-    """Return whether a matrix product reads `node`, or a view of it."""
     return any(user.target in MATRIX_PRODUCTS or (is_view(user) and _is_multiplied(user)) for user in node.users)

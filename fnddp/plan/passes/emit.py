@@ -237,7 +237,6 @@ class _Emitter:
         self._record(node)
 
     def _compute_list(self, node: fx.Node) -> None:
-        """Call an operator on lists with a place for each result."""
         results: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
         places: list[Variable] = []
         for i, made in enumerate(value(node)):
