@@ -251,10 +251,14 @@ def _require_plain(path: str, leaf: Tensor) -> None:
 
 def _named_values(tree: Tree) -> tuple[list[tuple[str, Any]], optree.PyTreeSpec | None]:
     # The usual tree. Without optree's path objects (2 us a leaf), and its Python: torch 2.11 cannot trace optree 0.20.
-    if type(tree) is dict and all(isinstance(key, str) and isinstance(leaf, Tensor) for key, leaf in tree.items()):
+    if _is_plain(tree):
         return list(tree.items()), None
     values, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
     return [(_path(accessor), value) for accessor, value in zip(spec.accessors(), values, strict=True)], spec
+
+
+def _is_plain(tree: Tree) -> bool:
+    return type(tree) is dict and all(isinstance(key, str) and isinstance(leaf, Tensor) for key, leaf in tree.items())
 
 
 def _path(accessor: optree.PyTreeAccessor) -> str:

@@ -79,10 +79,10 @@ def emit(draft: Draft) -> tuple[Segment, ...]:
     for node in draft.graph.nodes:
         fx.map_arg((node.args, node.kwargs), lambda read: reads.update([read]))
     written = [_Emitter(segment, draft, reads) for segment in draft.segments]
-    last_read = {name: i for i, code in enumerate(written) for name in code.inputs if not isinstance(name, _PERSISTENT)}
+    last_read = {name: i for i, code in enumerate(written) for name in code.inputs}
     for i, (segment, code) in enumerate(zip(draft.segments, written, strict=True)):
         outputs = [node for node in code.made if name_of(node, draft.names) in kept or Temp(node.name) in last_read]
-        frees = [name for name in code.inputs if last_read.get(name) == i and name not in kept]
+        done = [name for name in code.inputs if last_read[name] == i and name not in kept]
         segments.append(
             Segment(
                 slot=segment.slot,
@@ -90,7 +90,7 @@ def emit(draft: Draft) -> tuple[Segment, ...]:
                 waits=tuple(segment.waits),
                 inputs=tuple(code.inputs),
                 outputs=tuple(name_of(node, draft.names) for node in outputs),
-                frees=tuple(frees),
+                frees=tuple(name for name in done if not isinstance(name, _PERSISTENT)),
                 run=code.script.function(code.inputs.values(), [code.made[node] for node in outputs]),
                 launches=None if segment.launches is None else launch_of(segment.launches)[1],
                 operations=tuple(code.operations),
