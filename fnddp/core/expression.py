@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, replace
+from inspect import get_annotations
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 import torch
@@ -30,7 +31,12 @@ class Expression:
     tables: ClassVar[frozenset[str]] = frozenset()
     """Fields that hold a dict as a tuple of pairs, so that it hashes; they are printed as the dict."""
     limits: ClassVar[Mapping[str, Limit]] = {}
-    """The values that fields may have, if not None and not a `Literal`; other values raise a ValueError."""
+    """The values that fields may have, if not None; others raise a ValueError. Those of each `Literal` are added."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        literals = {name: kind for name, kind in get_annotations(cls).items() if get_origin(kind) is Literal}
+        cls.limits = {name: one_of(*get_args(kind)) for name, kind in literals.items()} | dict(cls.limits)
 
     def __post_init__(self) -> None:
         for field in fields(self):  # pyright: ignore[reportArgumentType]
@@ -40,9 +46,7 @@ class Expression:
             value = getattr(self, field.name, None)
             if field.init and check is not None and not (value is None and kind.endswith(" | None")):
                 object.__setattr__(self, field.name, check(f"{type(self).__name__}: {field.name}", value))
-        literals = {field.name: field.type for field in fields(self) if get_origin(field.type) is Literal}  # pyright: ignore[reportArgumentType]
-        limits = {name: one_of(*get_args(kind)) for name, kind in literals.items()} | dict(self.limits)
-        for name, limit in limits.items():
+        for name, limit in self.limits.items():
             value = getattr(self, name)
             if value is not None and not limit.holds(value):
                 raise ValueError(f"{type(self).__name__}: {name} must be {limit.text}, got {value!r}")
