@@ -17,7 +17,7 @@ from fnddp.codecs import quantize as codec
 from fnddp.core.codec import Carrier, Key, Layer
 from fnddp.kernels.int8 import encoded
 from fnddp.kernels.leaves import DECODE, ENCODE, ENCODE_SUM, REDUCE, RESIDUAL, SENT, text_of
-from fnddp.kernels.operator import KernelOr, is_same
+from fnddp.kernels.operator import is_same, kernel_or
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import KEEP
 
@@ -257,7 +257,7 @@ def test_error_feedback_around_two_shot_has_no_operations_of_its_own(options: st
         f"decode {codec} of 3 leaves from c1[0] -> {'mean' if in_int8 else 'grads'}[u]",
     ]
     assert plan.overwrites_state == (tuple(range(6)) if in_int8 else (0, 1, 2))  # numbers, and scales
-    assert (plan.results if in_int8 else plan.overwrites) == {"u", "v", "w"}
+    assert set(plan.memories if in_int8 else plan.overwrites) == {"u", "v", "w"}
 
 
 def test_all_results_of_an_operator_are_made_where_it_runs():
@@ -373,7 +373,7 @@ def test_a_kernel_that_fails_or_is_wrong_is_not_used(caplog: pytest.LogCaptureFi
             return kernel(x)
 
         monkeypatch.setattr(blocks, "encode", counted)
-        tried = KernelOr("fnddp::doubled", doubled, "encode", lambda device: (torch.ones(3, device=device),))
+        tried = kernel_or("fnddp::doubled", doubled, "encode", lambda device: (torch.ones(3, device=device),))
         for _ in range(2):
             assert tried(torch.tensor([5.0])) == 10
         return len(calls) > 1

@@ -16,8 +16,7 @@ from fnddp.laws import LOWERED, bits
 from fnddp.plan.passes import simplify
 from fnddp.plan.period import period
 from fnddp.simulation.ranks import run_threads
-from fnddp.transforms.orthogonalize import METHODS
-from tests.pipelines import grads
+from tests.pipelines import METHODS, grads
 from tests.ranks import on_ranks
 
 # float32 arithmetic on matrices of some hundred elements, a few steps deep

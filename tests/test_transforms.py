@@ -12,8 +12,8 @@ from fnddp.core.buckets import MB
 from fnddp.core.random import normal
 from fnddp.core.sync import groups_of
 from fnddp.laws import bits
-from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
-from tests.pipelines import EXAMPLES, grads
+from fnddp.transforms.orthogonalize import orthogonalize, orthogonalize_all, unit_rows
+from tests.pipelines import EXAMPLES, METHODS, grads
 from tests.ranks import on_ranks
 
 

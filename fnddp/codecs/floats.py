@@ -19,7 +19,7 @@ from fnddp.codecs.packing import (
 )
 from fnddp.core.codec import Carrying, Codec, Form, Key, Payload, wide
 from fnddp.core.opaque import rounded, shortened
-from fnddp.core.options import at_least, one_of
+from fnddp.core.options import at_least
 from fnddp.core.sync import transform
 from fnddp.torch_private import reinterpreted
 
@@ -90,7 +90,7 @@ class fp8(Codec):
     block: int | None = 128
     scale: Literal["float32", "e8m0"] = "float32"
 
-    limits: ClassVar = {"format": one_of(*FORMATS), "block": at_least(1), "scale": one_of("float32", "e8m0")}
+    limits: ClassVar = {"block": at_least(1)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,10 +117,8 @@ class fp8(Codec):
             exponent = torch.bitwise_right_shift(reinterpreted(largest, torch.int32), MANTISSA)
             scale = torch.where(exponent == 255, 255, (exponent - form.top).clamp(min=0)).to(torch.uint8)
             # The exact inverse of the scale, a normal number; for a NaN scale, any value.
-            q = blocks * reinterpreted((254 - scale.to(torch.int32)).abs() * (1 << MANTISSA), torch.float32).unsqueeze(
-                -1
-            )
-            q = q.clamp(-form.largest, form.largest)
+            factor = reinterpreted((254 - scale.to(torch.int32)).abs() * (1 << MANTISSA), torch.float32)
+            q = (blocks * factor.unsqueeze(-1)).clamp(-form.largest, form.largest)
         # Bytes: no codec inside may take them for fractions, and gloo and NCCL do not know the dtype.
         q = _in_four_bits(q) if form.dtype is None else reinterpreted(rounded(q, form.dtype), torch.uint8)
         return {"scale": scale, "q": q}

@@ -9,7 +9,7 @@ from torch import Tensor
 from fnddp.codecs.packing import block_size, in_blocks, inverse, is_negative, pack, unpack
 from fnddp.core.codec import Carrying, Codec, Payload, wide
 from fnddp.core.opaque import shortened
-from fnddp.core.options import Limit, one_of
+from fnddp.core.options import Limit
 from fnddp.core.sync import transform
 from fnddp.kernels.constants import on_device
 from fnddp.kernels.operator import takes_operators
@@ -60,10 +60,7 @@ class lloyd_max(Codec):
     bits: Literal[1, 2, 3, 4] = 2
     block: int | None = 128
 
-    limits: ClassVar = {
-        "bits": one_of(*LEVELS),
-        "block": Limit(lambda block: block > 0 and block % 8 == 0, "a positive multiple of 8"),
-    }
+    limits: ClassVar = {"block": Limit(lambda block: block > 0 and block % 8 == 0, "a positive multiple of 8")}
 
     def encode(self, x: Tensor) -> Payload:
         blocks = in_blocks(x.to(wide(x.dtype)), self.block)

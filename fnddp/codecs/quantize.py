@@ -8,7 +8,7 @@ from torch import Tensor
 from fnddp.codecs.packing import block_size, blocks_of, in_blocks, inverse, pack, unpack
 from fnddp.core.codec import Carrying, Codec, Form, Key, Payload, wide
 from fnddp.core.opaque import shortened
-from fnddp.core.options import POSITIVE, Limit, at_least, one_of
+from fnddp.core.options import POSITIVE, Limit, at_least
 from fnddp.core.sync import transform
 from fnddp.kernels.operator import operator, sample, takes_operators
 
@@ -42,8 +42,6 @@ class quantize(Codec):
     block: int | None = 128
     rounding: Literal["nearest", "stochastic"] = "nearest"
     seed: int = 0
-
-    limits: ClassVar = {"bits": one_of(8, 4, 2), "rounding": one_of("nearest", "stochastic")}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,14 +96,14 @@ def decode_blocks(scale: Tensor, q: Tensor, bits: int, block: int, n: int) -> Te
 
 
 ENCODE = operator(
-    "fnddp::quantize",
+    "quantize",
     "(Tensor x, int bits, SymInt block) -> (Tensor scale, Tensor q)",
     encode_blocks,
     kernel="encode",
     sample=lambda device: (sample(device, 3000).view(3, 1000), 4, 128),
 )
 DECODE = operator(
-    "fnddp::dequantize",
+    "dequantize",
     "(Tensor scale, Tensor q, int bits, SymInt block, SymInt n) -> Tensor",
     decode_blocks,
     kernel="decode",

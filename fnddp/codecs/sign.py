@@ -9,7 +9,7 @@ from fnddp.codecs.packing import block_size, blocks_of, in_blocks, is_negative, 
 from fnddp.core import layout
 from fnddp.core.codec import Carrying, Codec, Form, Layer, Payload, wide
 from fnddp.core.opaque import shortened
-from fnddp.core.options import Limit, one_of
+from fnddp.core.options import Limit
 from fnddp.core.sync import Exchange, State, transform
 from fnddp.core.tree import Leaves, is_inexact
 
@@ -37,10 +37,7 @@ class sign(Codec):
     scale: Literal["mean", "max", "none"] = "mean"
     chunk: int | None = None
 
-    limits: ClassVar = {
-        "scale": one_of("mean", "max", "none"),
-        "chunk": Limit(lambda chunk: chunk > 0 and chunk % 8 == 0, "a positive multiple of 8"),
-    }
+    limits: ClassVar = {"chunk": Limit(lambda chunk: chunk > 0 and chunk % 8 == 0, "a positive multiple of 8")}
 
     @property
     def averages(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -113,8 +110,9 @@ class majority_vote(Codec):
         mean, sent = dict(done.mean), dict(done.sent)
         for path, leaf in leaves.items():
             if is_inexact(leaf):
-                # Over two_shot this is done already, and nothing changes.
-                mean[path] = _sign(done.mean[path])
+                # Of real and imaginary parts. Over two_shot this is done already, and nothing changes.
+                wire = layout.to_wire(done.mean[path])
+                mean[path] = layout.from_wire(torch.where(wire.isnan(), wire, wire.sign()), done.mean[path])
                 sent[path] = done.sent[path] + (mean[path] - done.mean[path])
         return Exchange(mean, sent, done.state)
 
@@ -127,9 +125,3 @@ class majority_vote(Codec):
     def decode(self, payload: Payload, n: int) -> Tensor:
         votes = unpack(payload["votes"], 2, n)
         return torch.where(votes == NOT_FINITE, torch.nan, votes.float())
-
-
-def _sign(mean: Tensor) -> Tensor:
-    """Return signs, separately for real and imaginary parts, in the memory format of `mean`; NaN stays."""
-    wire = layout.to_wire(mean)
-    return layout.from_wire(torch.where(wire.isnan(), wire, wire.sign()), mean)

@@ -19,7 +19,7 @@ from fnddp.core.expression import CHECKS
 from fnddp.core.group import group_name
 from fnddp.core.opaque import rounded
 from fnddp.core.sync import Exchange, Reducer, Replicated, State, Sync, require_state, require_sync
-from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
+from fnddp.core.tree import Leaves, Tree, is_compressible, is_inexact, replaced
 
 Payload: TypeAlias = dict[str, Tensor]
 """Encoded rows: tensors with rows as their first dimension."""
@@ -171,6 +171,20 @@ def _only(payload: Payload) -> Tensor:
 class Carrying(Sync):
     """A pipeline that codecs may wrap: a carrier, or a codec or cast around one."""
 
+    def exchange(self, leaves: Leaves, state: State) -> Exchange:
+        return self.carry((), leaves, state)
+
+    def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
+        """Exchange `leaves`, encoded by `layers` and then by this codec, over the pipeline inside it."""
+        if not self.carries:
+            return super().carry(layers, leaves, state)
+        codec: Any = self
+        if not codec.draws:
+            return codec.inner.carry((*layers, Layer(codec)), leaves, state)
+        require_state(type(self).__name__, state, CodecState)
+        inner = codec.inner.carry((*layers, Layer(codec, getattr(codec, "seed", 0), state.step)), leaves, state.inner)
+        return replaced(inner, state=CodecState(state.step + 1, inner.state))
+
 
 CHECKS["Carrying"] = require_sync
 
@@ -185,12 +199,9 @@ class Carrier(Reducer, Carrying):
     ops: ClassVar[Any] = frozenset({"mean"})
     nests: ClassVar[Any] = frozenset({"around"})
 
-    def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        return self.carry((), leaves, state)
-
     def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         group = group_name(self.group)
-        whole = {path: leaf for path, leaf in leaves.items() if not is_inexact(leaf) or not leaf.numel()}
+        whole = {path: leaf for path, leaf in leaves.items() if not is_compressible(leaf)}
         wires = {path: layout.to_wire(leaf) for path, leaf in leaves.items() if path not in whole}
         mean, sent = collectives.all_reduce(whole, "mean", group), dict(whole)
         means, sents, state = self.carry_flat(layers, {path: wire.reshape(-1) for path, wire in wires.items()}, state)
@@ -302,21 +313,6 @@ class Codec(Carrying):
     def init(self, grads: Tree) -> State:
         inner = self.inner.init(grads)
         return CodecState(0, inner) if self.draws else inner
-
-    def exchange(self, leaves: Leaves, state: State) -> Exchange:
-        return self.carry((), leaves, state)
-
-    def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
-        return carried(self, layers, leaves, state)
-
-
-def carried(codec: Any, layers: Layers, leaves: Leaves, state: State) -> Exchange:
-    """Exchange `leaves`, encoded by `layers` and then by `codec`, over the pipeline inside `codec`."""
-    if not codec.draws:
-        return codec.inner.carry((*layers, Layer(codec)), leaves, state)
-    require_state(type(codec).__name__, state, CodecState)
-    inner = codec.inner.carry((*layers, Layer(codec, getattr(codec, "seed", 0), state.step)), leaves, state.inner)
-    return replaced(inner, state=CodecState(state.step + 1, inner.state))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

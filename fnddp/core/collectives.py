@@ -92,11 +92,9 @@ def all_to_all(tensor: Tensor, group: str | None = None) -> Tensor:
 
 def all_to_all_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) -> dict[Any, Tensor]:
     """Run an `all_to_all` of every leaf, in the order of their paths."""
-    paths = sorted(leaves)
-    for path in paths:
-        _require_rows("all_to_all", leaves[path], group)
-    received = _exchange_bytes(ALL_TO_ALL, [leaves[path] for path in paths], group)
-    return {path: rows.reshape(leaves[path].shape) for path, rows in zip(paths, received, strict=True)}
+    given = _rows_by_path("all_to_all", leaves, group)
+    received = _exchange_bytes(ALL_TO_ALL, [*given.values()], group)
+    return {path: rows.reshape(leaves[path].shape) for path, rows in zip(given, received, strict=True)}
 
 
 def start_all_to_all(leaves: Mapping[Any, Tensor], group: str | None = None) -> Callable[[], dict[Any, Tensor]]:
@@ -104,15 +102,13 @@ def start_all_to_all(leaves: Mapping[Any, Tensor], group: str | None = None) -> 
 
     For code that computes meanwhile; plans do not record it. All ranks must call it in the same order as collectives.
     """
-    paths = sorted(leaves)
-    for path in paths:
-        _require_rows("all_to_all", leaves[path], group)
-    wires = [layout.to_wire(leaves[path]) for path in paths]
+    given = _rows_by_path("all_to_all", leaves, group)
+    wires = [layout.to_wire(leaf) for leaf in given.values()]
     wait = _started(C10D, ALL_TO_ALL, [_as_bytes(wire) for wire in wires], None, group, world_size(group))
 
     def received() -> dict[Any, Tensor]:
         rows = [_of_bytes(result, wire.dtype) for result, wire in zip(wait(), wires, strict=True)]
-        return {path: each.reshape(leaves[path].shape) for path, each in zip(paths, rows, strict=True)}
+        return {path: each.reshape(leaves[path].shape) for path, each in zip(given, rows, strict=True)}
 
     return received
 
@@ -124,11 +120,9 @@ def reduce_scatter(tensor: Tensor, group: str | None = None) -> Tensor:
 
 def reduce_scatter_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) -> dict[Any, Tensor]:
     """Run a `reduce_scatter` of every leaf: issue all, in the order of their paths, then await all."""
-    paths = sorted(leaves)
-    for path in paths:
-        _require_rows("reduce_scatter", leaves[path], group)
-    wires = [layout.to_wire(leaves[path]) for path in paths]
-    parts = dict(zip(paths, _exchange(REDUCE_SCATTER, wires, "sum", group), strict=True))
+    given = _rows_by_path("reduce_scatter", leaves, group)
+    wires = [layout.to_wire(leaf) for leaf in given.values()]
+    parts = dict(zip(given, _exchange(REDUCE_SCATTER, wires, "sum", group), strict=True))
     return {path: layout.from_wire(parts[path][0], leaf[0]) for path, leaf in leaves.items()}
 
 
@@ -157,10 +151,13 @@ def scale_of_weight(weight: Weight | Tensor, group: str | None, device: torch.de
     return torch.where(total > 0, mine / (total / ranks(group)), 0.0)
 
 
-def _require_rows(name: str, tensor: Tensor, group: str | None) -> None:
-    n = world_size(group)
-    if tensor.ndim == 0 or tensor.shape[0] != n:
-        raise ValueError(f"{name}: expected a row for each of {n} ranks, got a tensor of shape {tuple(tensor.shape)}")
+def _rows_by_path(name: str, leaves: Mapping[Any, Tensor], group: str | None) -> dict[Any, Tensor]:
+    """Return `leaves` in the order of their paths; raise a ValueError unless each has a row for each rank."""
+    given, n = {path: leaves[path] for path in sorted(leaves)}, world_size(group)
+    for leaf in given.values():
+        if leaf.ndim == 0 or leaf.shape[0] != n:
+            raise ValueError(f"{name}: expected a row for each of {n} ranks, got a tensor of shape {tuple(leaf.shape)}")
+    return given
 
 
 def _exchange_bytes(kind: Kind, tensors: Sequence[Tensor], group: str | None) -> list[Tensor]:
@@ -197,8 +194,11 @@ def _exchange(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: str
     """
     if kind.computes:  # data from other ranks is a constant in a derivative
         refuse_differentiation(payloads)
-    if current().simulated is None:
-        refuse_batching()
+    # torch has no vmap rule: a functional collective then returns this rank's own data, or uninitialized memory.
+    if current().simulated is None and dist.is_initialized() and is_batching():
+        raise RuntimeError(
+            "a collective cannot run inside torch.func.vmap: call it on the whole batch, outside of vmap"
+        )
     n = world_size(group)
     moved = iter(_exchange_nonempty(kind, [payload for payload in payloads if payload.numel()], op, group, n))
     return [next(moved) if p.numel() else p.new_empty(kind.joined_shape(tuple(p.shape), n)) for p in payloads]
@@ -265,15 +265,6 @@ def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
         raise RuntimeError(
             "a gradient synchronization cannot run inside torch.func.grad or jvp, linearize or forward-mode AD, "
             "because it has no derivative; synchronize the gradients that these return"
-        )
-
-
-def refuse_batching() -> None:
-    """Raise a RuntimeError inside torch.func.vmap where there is a process group."""
-    # torch has no vmap rule: a functional collective then returns this rank's own data, or uninitialized memory.
-    if dist.is_initialized() and is_batching():
-        raise RuntimeError(
-            "a collective cannot run inside torch.func.vmap: call it on the whole batch, outside of vmap"
         )
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, replace
-from typing import Any, ClassVar, Self
+from inspect import get_annotations
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 import torch
 
 from fnddp.core.group import Group
-from fnddp.core.options import Limit, checked_bool, checked_float, checked_int, checked_str
+from fnddp.core.options import Limit, checked_bool, checked_float, checked_int, checked_str, one_of
 
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "int": checked_int,
@@ -17,8 +18,6 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "Literal": lambda what, value: value if isinstance(value, str) else checked_int(what, value),
 }
 """Functions that check a field's value and return it in plain Python, by the name of the field's type."""
-
-_OR_NONE = " | None"
 
 
 class Expression:
@@ -32,15 +31,20 @@ class Expression:
     tables: ClassVar[frozenset[str]] = frozenset()
     """Fields that hold a dict as a tuple of pairs, so that it hashes; they are printed as the dict."""
     limits: ClassVar[Mapping[str, Limit]] = {}
-    """The values that fields may have, if not None; other values raise a ValueError."""
+    """The values that fields may have, if not None; others raise a ValueError. Those of each `Literal` are added."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        literals = {name: kind for name, kind in get_annotations(cls).items() if get_origin(kind) is Literal}
+        cls.limits = {name: one_of(*get_args(kind)) for name, kind in literals.items()} | dict(cls.limits)
 
     def __post_init__(self) -> None:
         for field in fields(self):  # pyright: ignore[reportArgumentType]
             # A string in modules that postpone annotations.
             kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
-            check = CHECKS.get(kind.removesuffix(_OR_NONE).partition("[")[0].rpartition(".")[2])
+            check = CHECKS.get(kind.removesuffix(" | None").partition("[")[0].rpartition(".")[2])
             value = getattr(self, field.name, None)
-            if field.init and check is not None and not (value is None and kind.endswith(_OR_NONE)):
+            if field.init and check is not None and not (value is None and kind.endswith(" | None")):
                 object.__setattr__(self, field.name, check(f"{type(self).__name__}: {field.name}", value))
         for name, limit in self.limits.items():
             value = getattr(self, name)

@@ -4,9 +4,10 @@ In eager mode they are a view, a cast and a product. While torch.compile traces,
 first two are operators of their own.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,25 +77,23 @@ def _no_shortened(x: Tensor, n: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 
-def _shortened_batch(info: Any, in_dims: tuple[int, None], x: Tensor, n: int) -> tuple[Tensor, int]:
-    return SHORTENED(x.movedim(in_dims[0], 0), n), 0
-
-
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _rounded_batch(info: Any, in_dims: tuple[int, None], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
-    return ROUNDED(x, dtype), in_dims[0]
+def _batched(operator: Any, info: Any, in_dims: tuple[int, None], x: Tensor, option: Any) -> tuple[Tensor, int]:
+    return operator(x.movedim(in_dims[0], 0), option), 0
 
 
-for _name, _schema, _run, _fake, _batch in (
-    ("fnddp::shortened", "(Tensor x, SymInt n) -> Tensor", _shortened, _no_shortened, _shortened_batch),
-    ("fnddp::rounded", "(Tensor x, ScalarType dtype) -> Tensor", _rounded, _rounded, _rounded_batch),
-):
-    torch.library.define(_name, _schema, tags=())
-    torch.library.impl(_name, "CompositeExplicitAutograd", _run)
-    torch.library.register_fake(_name, _fake)
-    torch.library.register_vmap(_name, _batch)
-SHORTENED: Any = torch.ops.fnddp.shortened.default
-ROUNDED: Any = torch.ops.fnddp.rounded.default
+def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define and return the operator `fnddp::name`; `fake` returns tensors like its results."""
+    torch.library.define(f"fnddp::{name}", schema, tags=())
+    torch.library.impl(f"fnddp::{name}", "CompositeExplicitAutograd", run)
+    torch.library.register_fake(f"fnddp::{name}", fake)
+    return getattr(torch.ops.fnddp, name).default
+
+
+SHORTENED = define("shortened", "(Tensor x, SymInt n) -> Tensor", _shortened, _no_shortened)
+ROUNDED = define("rounded", "(Tensor x, ScalarType dtype) -> Tensor", _rounded, _rounded)
+for _operator in (SHORTENED, ROUNDED):
+    torch.library.register_vmap(_operator, partial(_batched, _operator))

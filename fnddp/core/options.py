@@ -104,7 +104,7 @@ def require_share(owner: str, ratio: float | None, name: str, number: int | None
         raise ValueError(f"{owner}: give ratio or {name}, got ratio={ratio!r} and {name}={number!r}")
     if ratio is not None and not 0 < ratio <= 1:
         raise ValueError(f"{owner}: ratio must be in (0, 1], got {ratio!r}")
-    if number is not None and checked_int(f"{owner}: {name}", number) < 1:
+    if number is not None and number < 1:
         raise ValueError(f"{owner}: {name} must be at least 1, got {number!r}")
 
 

@@ -49,8 +49,6 @@ def parse(text: str) -> Sync:
 
 def read(text: str, names: Mapping[str, Any], kind: type[T], wanted: str) -> T:
     """Return the value of type `kind`, `wanted` in errors, that `text` describes with `names`. Raises as `parse`."""
-    if not isinstance(text, str):
-        raise TypeError(f"parse: expected a string such as 'fp16(allreduce)', got {text!r}")
     text, expression = expression_of(text, wanted)
     import_module("fnddp.api")  # registers all names of the package: only a part may be imported so far
     value = _Reader(text, names).read(expression, depth=0)

@@ -102,13 +102,9 @@ def _offset(name: str, seed: int, step: Any, rank: Any, device: torch.device | N
 
 def key_of(name: str, seed: int) -> int:
     """Return the number that stands for a leaf's name and a seed."""
-    return _fnv1a(f"{seed}:{without_wrappers(name)}")
-
-
-def _fnv1a(text: str) -> int:
-    # In plain Python arithmetic, because Dynamo folds it; Dynamo cannot trace zlib.crc32.
+    # FNV-1a in plain Python arithmetic, because Dynamo folds it; Dynamo cannot trace zlib.crc32.
     word = 0x811C9DC5
-    for character in text:
+    for character in f"{seed}:{without_wrappers(name)}":
         word = ((word ^ ord(character)) * 0x01000193) & _LOW_32
     return word
 

@@ -202,6 +202,11 @@ def is_inexact(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
 
 
+def is_compressible(leaf: Tensor) -> bool:
+    """Return True for floating-point and complex leaves with elements."""
+    return is_inexact(leaf) and leaf.numel() > 0
+
+
 def changed(now: Leaves, before: Leaves) -> list[str]:
     """Return the paths of leaves with different values in `now` and `before`. It waits for the device once.
 

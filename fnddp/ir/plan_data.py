@@ -53,7 +53,6 @@ class PlanData:
         numbers: The arguments of `phase.holds` for which the plan was made.
         overwrites: Leaves whose gradients a step overwrites.
         overwrites_state: Positions of the parts of the state that it overwrites.
-        results: Leaves whose means have separate, persistent memory.
         memories: By leaf, the name of memory that may hold the next step's mean.
         constants: Tensors that belong to the pipeline itself.
         peak_bytes: Peak memory of a step without its gradients and state: buffers of collectives, temporaries, results.
@@ -71,7 +70,6 @@ class PlanData:
     numbers: tuple[int, ...] = ()
     overwrites: frozenset[str] = frozenset()
     overwrites_state: tuple[int, ...] = ()
-    results: frozenset[str] = frozenset()
     memories: dict[str, Name] = field(default_factory=dict[str, Name])
     constants: dict[Held, torch.Tensor] = field(default_factory=dict[Held, torch.Tensor])
     scratch: dict[Scratch, LeafSpec] = field(default_factory=dict[Scratch, LeafSpec])

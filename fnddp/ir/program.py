@@ -116,20 +116,10 @@ class PayloadRange:
     last: int
 
 
-Name: TypeAlias = (
-    Grad
-    | StatePart
-    | Divisor
-    | StepWeight
-    | FoundNonfinite
-    | Held
-    | Sent
-    | PayloadRange
-    | Received
-    | Mean
-    | Scratch
-    | Temp
-)
+BufferSlice: TypeAlias = Sent | Received | PayloadRange
+"""A part of the memory of a collective."""
+
+Name: TypeAlias = Grad | StatePart | Divisor | StepWeight | FoundNonfinite | Held | BufferSlice | Mean | Scratch | Temp
 """The name of a value of a plan."""
 
 

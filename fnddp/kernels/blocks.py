@@ -286,11 +286,6 @@ def kernel(
             _store(entry, begin[0], element, value, is_element, DTYPE)
 
 
-def _tiles(places: tuple[Place, ...], many: int) -> list[int]:
-    """Return for each program its leaf, and its first block of that leaf."""
-    return first_blocks([-(-place.width // place.unit) for place in places], many)
-
-
 def first_blocks(blocks: Sequence[int], many: int) -> list[int]:
     """Return for each program its leaf, and the first of its `many` blocks; leaves have `blocks` each."""
     return [at for leaf, n in enumerate(blocks) for first in range(0, n, many) for at in (leaf, first)]
@@ -327,7 +322,9 @@ def run(
     entries = zip(addresses[0], places, *addresses[1:], strict=True)
     table = tuple(number for leaf, place, *residuals in entries for number in (leaf, *place, *residuals))
     leaves_on_device = on_device(table, lambda: table, torch.int64, device)
-    tiles = on_device((places, many), lambda: _tiles(places, many), torch.int32, device)
+    tiles = on_device(
+        (places, many), lambda: first_blocks([-(-p.width // p.unit) for p in places], many), torch.int32, device
+    )
     strides = [[part.stride(0) for part in each] for each in (scale, moved)]
     by_inverse = not device_of(device).divides_lists_alike
     is_kept = tiles if nonfinite is None else nonfinite.to(device).view(torch.uint8)

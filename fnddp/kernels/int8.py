@@ -1,12 +1,10 @@
 """Residuals in int8, with a scale for each block; operators on accelerators, so that plans recognize them."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fnddp.core import layout
-from fnddp.core.opaque import shortened
+from fnddp.core.opaque import define, shortened
 from fnddp.kernels.constants import INT8_BLOCK
 from fnddp.kernels.operator import takes_operators
 from fnddp.torch_private import is_batching
@@ -56,12 +54,5 @@ def _like_decoded(q: Tensor, scale: Tensor) -> Tensor:
     return scale.new_empty(q.shape)
 
 
-for _name, _schema, _fn, _like in (
-    ("to_int8", "(Tensor x) -> (Tensor, Tensor)", encoded, _like_encoded),
-    ("from_int8", "(Tensor q, Tensor scale) -> Tensor", decoded, _like_decoded),
-):
-    torch.library.define(f"fnddp::{_name}", _schema, tags=())
-    torch.library.impl(f"fnddp::{_name}", "CompositeExplicitAutograd", _fn)
-    torch.library.register_fake(f"fnddp::{_name}", _like)
-TO_INT8: Any = torch.ops.fnddp.to_int8.default
-FROM_INT8: Any = torch.ops.fnddp.from_int8.default
+TO_INT8 = define("to_int8", "(Tensor x) -> (Tensor, Tensor)", encoded, _like_encoded)
+FROM_INT8 = define("from_int8", "(Tensor q, Tensor scale) -> Tensor", decoded, _like_decoded)

@@ -4,15 +4,14 @@ Where the next value is already in its place, the kernel only reads a flag on th
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnddp.device import device_of
-from fnddp.kernels.operator import KEYS, works
-from fnddp.torch_private import without_modes
+from fnddp.kernels.operator import list_operator, works
 
 
 def _like(old: Sequence[Tensor], new: Sequence[Tensor], found: Tensor) -> list[Tensor]:
@@ -39,8 +38,7 @@ def _run(old: Sequence[Tensor], new: Sequence[Tensor], found: Tensor, out: Seque
 
 @cache
 def _works(device: torch.device) -> bool:
-    with without_modes():
-        return works("the kernel that keeps memory", device, lambda: samples(device))
+    return works("the kernel that keeps memory", device, lambda: samples(device))
 
 
 def samples(device: torch.device) -> Iterator[tuple[Any, Any]]:
@@ -53,18 +51,4 @@ def samples(device: torch.device) -> Iterator[tuple[Any, Any]]:
         yield out if _run(old, new, found, out) else None, expected
 
 
-def _made(into: Any, *arguments: Any) -> list[Tensor]:
-    out = _like(*arguments)
-    into(*arguments, out=out)
-    return out
-
-
-_ARGUMENTS = "Tensor[] old, Tensor[] new, Tensor found"
-torch.library.define("fnddp::keep", f"({_ARGUMENTS}) -> Tensor[]", tags=())
-torch.library.define("fnddp::keep.out", f"({_ARGUMENTS}, *, Tensor(a!)[] out) -> ()", tags=())
-for _key, _into in (("CompositeExplicitAutograd", _select), *((key, _select_by_kernel) for key in KEYS)):
-    torch.library.impl("fnddp::keep", _key, partial(_made, _into))
-    torch.library.impl("fnddp::keep.out", _key, _into)
-torch.library.register_fake("fnddp::keep", _like)
-KEEP: Any = torch.ops.fnddp.keep.default
-KEEP_INTO: Any = torch.ops.fnddp.keep.out
+KEEP, KEEP_INTO = list_operator("keep", "Tensor[] old, Tensor[] new, Tensor found", _like, _select, _select_by_kernel)

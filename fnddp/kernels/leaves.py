@@ -7,7 +7,7 @@ references join leaves with blocks of one size, and call the codecs. Kernels com
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from fnddp.core.tree import Leaves
 from fnddp.device import device_of
 from fnddp.kernels.int8 import blocks_of, decoded, encoded
 from fnddp.kernels.keep import KEEP, KEEP_INTO
-from fnddp.kernels.operator import KEYS, sample, takes_operators, works
+from fnddp.kernels.operator import list_operator, sample, takes_operators, works
 from fnddp.torch_private import foreach_copy, without_modes
 from fnddp.wire.groups import current
 
@@ -80,7 +80,6 @@ def _groups(codec: str, counts: tuple[int, ...], n: int, dtype: torch.dtype, dev
 
 
 def _parts(groups: Sequence[Group], payload: Sequence[Tensor]) -> Iterator[tuple[Group, Payload]]:
-    """Split the parts of a payload by group."""
     named = dict(zip(groups[0].like.payload, payload, strict=True))
     at = dict.fromkeys(named, 0)
     for group in groups:
@@ -240,14 +239,7 @@ class LeavesOperator:
         numbers += ["Tensor? step=None", "str[]? names=None"] if makes in ("payload", "again") else []
         self._numbers = [each.split()[-1].split("=")[0] for each in numbers]
         schema = ", ".join([schema, *numbers])
-        torch.library.define(f"fnddp::{name}", f"({schema}) -> Tensor[]", tags=())
-        torch.library.define(f"fnddp::{name}.out", f"({schema}, *, Tensor(a!)[] out) -> ()", tags=())
-        for key, into in (("CompositeExplicitAutograd", self._copied), *((key, self._by_kernel) for key in KEYS)):
-            torch.library.impl(f"fnddp::{name}", key, partial(self._made, into))
-            torch.library.impl(f"fnddp::{name}.out", key, into)
-        torch.library.register_fake(f"fnddp::{name}", self.like)
-        packet = getattr(torch.ops.fnddp, name)
-        self.default, self.out = packet.default, packet.out
+        self.default, self.out = list_operator(name, schema, self.like, self._copied, self._by_kernel)
 
     def like(self, codec: str, *arguments: Any) -> list[Tensor]:
         """Return tensors like the results, with arbitrary values."""
@@ -274,11 +266,6 @@ class LeavesOperator:
         given = dict(zip(self._lists, arguments, strict=False)) | {self._makes: out}
         return found is not None and blocks.run(self.name, found[0], found[1], given, n, dtype, **numbers)
 
-    def _made(self, into: Callable[..., None], *arguments: Any) -> list[Tensor]:
-        out = self.like(*arguments)
-        into(*arguments, out=out)
-        return out
-
     def _copied(self, *arguments: Any, out: list[Tensor]) -> None:
         foreach_copy(out, self.run(*arguments))
 
@@ -303,9 +290,7 @@ OUT = {each.default: each.out for each in (ENCODE, REDUCE, DECODE, SENT, ENCODE_
 
 @cache
 def _works(codec: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernels give the numbers of the references on a device."""
-    with without_modes():
-        return works(f"the kernels of {codec}", device, lambda: samples(codec, dtype, device))
+    return works(f"the kernels of {codec}", device, lambda: samples(codec, dtype, device))
 
 
 def samples(codec: str, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, Any]]:

@@ -3,12 +3,13 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fnddp.core.opaque import is_compiled
+from fnddp.core.opaque import define, is_compiled
 from fnddp.device import device_of
 from fnddp.torch_private import without_modes
 
@@ -25,8 +26,8 @@ def takes_operators(x: Tensor) -> bool:
     return not is_compiled() and device_of(x.device).is_asynchronous
 
 
-class KernelOr:
-    """A kernel; or PyTorch's operations, on devices without the kernel or where its results differ.
+def kernel_or(name: str, run: Callable[..., Any], kernel: str, sample: Sample) -> Callable[..., Any]:
+    """Return a function that calls a kernel, or `run` on devices without the kernel or where its results differ.
 
     Args:
         name: The operator's name.
@@ -36,30 +37,26 @@ class KernelOr:
         sample: A function that returns arguments on a device; both results are compared there before the first use.
     """
 
-    def __init__(self, name: str, run: Callable[..., Any], kernel: str, sample: Sample) -> None:
-        self._name, self._run, self._kernel, self._sample = name, run, kernel, sample
-        self._works: dict[torch.device, bool] = {}
-
-    def __call__(self, *arguments: Any) -> Any:
-        device = arguments[0].device
-        with device_of(device).selected():
-            if device not in self._works:
-                self._works[device] = self._works_on(device)
-            made = self._from_kernel(*arguments) if self._works[device] else None
-        return self._run(*arguments) if made is None else made
-
-    def _from_kernel(self, *arguments: Any) -> Any:
+    def of_kernel(*arguments: Any) -> Any:
         from fnddp.kernels import blocks  # needs Triton
 
-        return getattr(blocks, self._kernel)(*arguments)
+        return getattr(blocks, kernel)(*arguments)
 
-    def _works_on(self, device: torch.device) -> bool:
+    @cache
+    def works_on(device: torch.device) -> bool:
         def results() -> Iterator[tuple[Any, Any]]:
-            arguments = self._sample(device)
-            yield self._from_kernel(*arguments), self._run(*arguments)
+            arguments = sample(device)
+            yield of_kernel(*arguments), run(*arguments)
 
-        with without_modes():
-            return works(f"the kernel of {self._name}", device, results)
+        return works(f"the kernel of {name}", device, results)
+
+    def called(*arguments: Any) -> Any:
+        device = arguments[0].device
+        with device_of(device).selected():
+            made = of_kernel(*arguments) if works_on(device) else None
+        return run(*arguments) if made is None else made
+
+    return called
 
 
 def works(name: str, device: torch.device, results: Callable[[], Iterable[tuple[Any, Any]]]) -> bool:
@@ -68,12 +65,13 @@ def works(name: str, device: torch.device, results: Callable[[], Iterable[tuple[
     A result is None if there is no kernel for the sample.
     """
     try:
-        for made, expected in results():
-            if made is None:
-                return False
-            if not all(map(is_same, _all(made), _all(expected))):
-                _log.warning("%s gives other numbers on %s: PyTorch's operations run", name, device)
-                return False
+        with without_modes():
+            for made, expected in results():
+                if made is None:
+                    return False
+                if not all(map(is_same, _all(made), _all(expected))):
+                    _log.warning("%s gives other numbers on %s: PyTorch's operations run", name, device)
+                    return False
     except ImportError:
         return False
     except Exception as error:  # of a compiler, or a driver
@@ -91,22 +89,41 @@ def sample(device: torch.device, n: int) -> Tensor:
 
 
 def operator(name: str, schema: str, run: Callable[..., Any], *, kernel: str, sample: Sample) -> Any:
-    """Define and return an operator of a codec; the first dimensions of its tensors are rows. See `KernelOr`."""
+    """Define and return an operator of a codec; the first dimensions of its tensors are rows. See `kernel_or`."""
 
     def batch(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, in_dims, strict=True)]
         made = overload(*moved)
         return made, 0 if isinstance(made, Tensor) else (0,) * len(made)
 
-    torch.library.define(name, schema, tags=())
-    torch.library.impl(name, "CompositeExplicitAutograd", run)
+    overload = define(name, schema, run, run)
     for key in KEYS:
-        torch.library.impl(name, key, KernelOr(name, run, kernel, sample))
-    torch.library.register_fake(name, run)
-    torch.library.register_vmap(name, batch)
-    namespace, _, of = name.partition("::")
-    overload = getattr(getattr(torch.ops, namespace), of).default
+        torch.library.impl(f"fnddp::{name}", key, kernel_or(name, run, kernel, sample))
+    torch.library.register_vmap(overload, batch)
     return overload
+
+
+def list_operator(
+    name: str, schema: str, like: Callable[..., list[Tensor]], run: Callable[..., None], by_kernel: Callable[..., None]
+) -> tuple[Any, Any]:
+    """Define an operator on lists of tensors: one form makes its results, and one writes them to existing tensors.
+
+    `like` returns tensors for the results. `run`, and `by_kernel` on devices with kernels, write the results to `out`.
+    """
+
+    def made(into: Callable[..., None], *arguments: Any) -> list[Tensor]:
+        out = like(*arguments)
+        into(*arguments, out=out)
+        return out
+
+    torch.library.define(f"fnddp::{name}", f"({schema}) -> Tensor[]", tags=())
+    torch.library.define(f"fnddp::{name}.out", f"({schema}, *, Tensor(a!)[] out) -> ()", tags=())
+    for key, into in (("CompositeExplicitAutograd", run), *((key, by_kernel) for key in KEYS)):
+        torch.library.impl(f"fnddp::{name}", key, partial(made, into))
+        torch.library.impl(f"fnddp::{name}.out", key, into)
+    torch.library.register_fake(f"fnddp::{name}", like)
+    packet = getattr(torch.ops.fnddp, name)
+    return packet.default, packet.out
 
 
 def is_same(made: Tensor, expected: Tensor) -> bool:

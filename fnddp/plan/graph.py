@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx
 
@@ -23,14 +23,12 @@ def take(launched: list[Tensor], position: int) -> None:
 
 def launch_of(node: fx.Node) -> tuple[list[fx.Node], Collective]:
     """Return the arguments of a `launch`: the nodes of its payloads, and the collective."""
-    arguments: Any = node.args
-    return arguments
+    return cast(Any, node.args)
 
 
 def take_of(node: fx.Node) -> tuple[fx.Node, int]:
     """Return the arguments of a `take`: the node of the launch, and the position of the payload."""
-    arguments: Any = node.args
-    return arguments
+    return cast(Any, node.args)
 
 
 def value(node: Any) -> Any:

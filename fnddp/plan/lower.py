@@ -1,8 +1,7 @@
 """`lower`: make a plan from a pipeline and parameters, pass by pass."""
 
 import gc
-from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -133,17 +132,10 @@ def lower_leaves(
         raise ValueError(f"lower: arrival must name each of the leaves {list(leaves)} once, got {expected}")
     buckets = assign_buckets({path: leaves[path].nbytes for path in expected}, bucket_caps)
     request = Request(sync, dict(leaves), state, buckets, donation, frozenset(dropped), world, backend)
-    with _without_gc():
-        return plan_of(trace(request)) if traces is None else traces.plan(request)
-
-
-@contextmanager
-def _without_gc() -> Generator[None]:
-    """Disable the garbage collector: it would scan a graph's hundreds of thousands of objects again and again."""
     was_enabled = gc.isenabled()
-    gc.disable()
+    gc.disable()  # it would scan a graph's hundreds of thousands of objects again and again
     try:
-        yield
+        return plan_of(trace(request)) if traces is None else traces.plan(request)
     finally:
         if was_enabled:
             gc.enable()
@@ -159,18 +151,14 @@ class Traces:
     def of(self, request: Request) -> Draft:
         """Return a trace for `request`, a copy that passes may change."""
         sizes, last = sizes_of(request), self._last
-        if last is None or sizes != self._sizes or not self._is_for(last, request, sizes):
+        is_alike = last is not None and (sizes, last.request.backend) == (self._sizes, request.backend)
+        if last is not None and last.is_by_bucket:
+            is_alike &= (last.request.buckets, last.request.dropped) == (request.buckets, request.dropped)
+        if last is None or not is_alike or not last.phase.holds_for(request.state, sizes):
             made = trace(request)
             self._last = last = replace(made, request=replace(request, state=None))  # state would keep tensors alive
             self._sizes = sizes
         return copied(last, request)
-
-    @staticmethod
-    def _is_for(last: Draft, request: Request, sizes: Mapping[str | None, int]) -> bool:
-        buckets, dropped = last.request.buckets, last.request.dropped
-        is_alike = not last.is_by_bucket or (buckets, dropped) == (request.buckets, request.dropped)
-        is_alike &= last.request.backend == request.backend
-        return is_alike and last.phase.holds_for(request.state, sizes)
 
     def plan(self, request: Request) -> Plan:
         return plan_of(self.of(request))
@@ -204,7 +192,6 @@ def plan_of(draft: Draft) -> Plan:
         numbers=(*(parts[i] for i in draft.phase.counters), *sizes_of(request).values()),
         overwrites=frozenset(name.path for name in overwritten if isinstance(name, Grad)),
         overwrites_state=tuple(sorted(name.index for name in overwritten if isinstance(name, StatePart))),
-        results=frozenset(placement.results),
         memories={path: name_of(memory, draft.names) for path, memory in placement.memories.items()},
         constants={name: draft.held[name.name] for name in draft.names.values() if isinstance(name, Held)},
         scratch=placement.scratch,

@@ -15,7 +15,7 @@ from fnddp.core.tree import Tree
 from fnddp.ir.plan_data import LONGEST
 from fnddp.plan.lower import lower, planned_world
 from fnddp.plan.plan import Plan
-from fnddp.wire.groups import WorldSize, within, world_size
+from fnddp.wire.groups import WorldSize, within
 
 AHEAD = 64
 """Number of steps. A counter that does not change the phase in so many steps counts as independent of the phase."""
@@ -72,10 +72,10 @@ class _Walk:
     def __init__(
         self, sync: Sync, params: Tree, size: WorldSize | None, arrival: Sequence[str] | None, bucket_cap_mb: float
     ) -> None:
-        self._world, self._sync, self._params = planned_world(sync, sync.groups, size), sync, params
+        self._sync, self._params = sync, params
         self._options: Any = {"world_size": size, "arrival": arrival, "bucket_cap_mb": bucket_cap_mb}
         leaves, _ = tree.flatten(params)
-        with within(self._world):
+        with within(planned_world(sync, sync.groups, size)):
             self._parts, self._spec = tree.flatten_any(sync.init(leaves))
         self.first: list[int] = [part for part in self._parts if not isinstance(part, Tensor)]
         self.plans: list[Plan] = []
@@ -118,5 +118,4 @@ class _Walk:
         return all(plan.phase.holds(self._numbers(plan, each)) for each in later)
 
     def _numbers(self, plan: Plan, counters: Sequence[int]) -> list[int]:
-        with within(self._world):
-            return [*counters, *map(world_size, plan.phase.groups)]
+        return [*counters, *plan.numbers[len(counters) :]]

@@ -12,7 +12,7 @@ from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import rounded, shortened
 from fnddp.core.sync import Local, Remembered, State, registry, require_state, transform
 from fnddp.core.table import Cut, Hop, Table
-from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact
+from fnddp.core.tree import Leaves, Tree, check_entries, is_compressible
 from fnddp.kernels.leaves import DECODE, ENCODE, REDUCE, SENT, batches_for_operators, text_of
 
 
@@ -110,7 +110,7 @@ class two_shot_mean(Carrier):
         leaves, _ = tree.flatten(grads)
         residual: Leaves = {}
         for path, leaf in leaves.items():
-            if is_inexact(leaf) and leaf.numel():
+            if is_compressible(leaf):
                 real = leaf.dtype.to_real()
                 residual[path] = torch.zeros(-(-layout.size_of(leaf) // n), dtype=wide(real), device=leaf.device)
         return TwoShotState(residual)

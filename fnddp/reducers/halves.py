@@ -16,7 +16,7 @@ from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import rounded, shortened
 from fnddp.core.sync import Exchange, State, Sync, transform
 from fnddp.core.table import Cut, Hop, Table
-from fnddp.core.tree import Leaves, is_inexact, ordered
+from fnddp.core.tree import Leaves, is_compressible, is_inexact, ordered
 from fnddp.wire.groups import current
 
 
@@ -131,6 +131,7 @@ def _checked_owners(what: str, value: Any) -> Owners:
 CHECKS["Owners"] = _checked_owners
 
 
+@dataclass(frozen=True, repr=False)
 class _Half(Carrier):
     """Shared base of both halves: batches of each owner's leaves, and payloads with one row for each owner."""
 
@@ -144,7 +145,6 @@ class _Half(Carrier):
         raise AssertionError("halves carry leaves in their shapes")
 
     def _here(self, leaves: Leaves) -> tuple[str | None, int, Owners]:
-        """Return the group, this rank in it, and the owners."""
         group = group_name(self.group)
         n, rank = collectives.world_size(group), collectives.rank(group)
         name = type(self).__name__
@@ -178,12 +178,9 @@ class to_owners(_Half):
 
     agrees: ClassVar[Any] = False  # ranks have different leaves
 
-    group: Group = None
-    owners: Owners | None = None
-
     def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         group, rank, owners = self._here(leaves)
-        exact = {path: leaf for path, leaf in leaves.items() if not is_inexact(leaf) or not leaf.numel()}
+        exact = {path: leaf for path, leaf in leaves.items() if not is_compressible(leaf)}
         mean: Leaves = {
             path: owners.own(path, each, rank) for path, each in collectives.all_reduce(exact, "mean", group).items()
         }
@@ -222,9 +219,6 @@ class to_all(_Half):
     ({'w': tensor([1., 1.])}, ())
     """
 
-    group: Group = None
-    owners: Owners | None = None
-
     def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         group, rank, owners = self._here(leaves)
         mean = {path: leaf for path, leaf in leaves.items() if not owners.shape(path).numel()}
@@ -243,7 +237,6 @@ class to_all(_Half):
 
 
 def _gathered(layers: Layers, leaves: Leaves, owners: Owners, group: str | None, rank: int) -> Leaves:
-    """Return whole leaves, gathered from the parts of their owners."""
     wires = {path: layout.to_wire(leaf).reshape(-1) for path, leaf in leaves.items()}
     table = owners.table({path: leaf.is_complex() for path, leaf in leaves.items()})
     rows: Leaves = {}

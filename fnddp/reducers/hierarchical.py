@@ -1,7 +1,7 @@
 """Two-level reduction: a mean inside the node, exact or with codecs, and any pipeline across nodes."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import rounded
 from fnddp.core.sync import Exchange, Local, State, Sync, all_in, groups_of, require_state, transform
 from fnddp.core.table import Cut, Hop, Table
-from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
+from fnddp.core.tree import Leaves, Tree, is_compressible, replaced
 from fnddp.reducers.all_reduce import none
 from fnddp.reducers.carriers import two_shot_mean
 from fnddp.reducers.halves import with_halves
@@ -78,10 +78,19 @@ class hierarchical(Sync):
     intra: Group | Carrying = None
     shard: bool = True
 
+    ops: ClassVar[Any] = frozenset({"mean"})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.intra, Sync):
-            self._require_codecs(self.intra)
+            *_, carrier = all_in(self.intra)
+            is_two_shot = isinstance(carrier, two_shot_mean) and not carrier.server_memory
+            if not (self.intra.carries and is_two_shot and self.shard):
+                raise TypeError(
+                    f"hierarchical: intra={self.intra!r} must be the group inside the node, or codecs around two_shot, "
+                    f"which give each rank a shard (shard=True), got shard={self.shard}; write "
+                    "intra=quantize(two_shot), and put other transforms outside: rotate(hierarchical(...))"
+                )
         else:
             object.__setattr__(self, "intra", group_name(self.intra))
         if self.inner.ops - {"mean"}:
@@ -100,10 +109,6 @@ class hierarchical(Sync):
                 )
 
     @property
-    def ops(self) -> frozenset[str]:
-        return frozenset({"mean"})
-
-    @property
     def groups(self) -> frozenset[str | None] | None:
         return frozenset({self._inside, *(self.inner.groups or ())})
 
@@ -114,15 +119,6 @@ class hierarchical(Sync):
     @property
     def _inside(self) -> str | None:
         return groups_of(self.intra)[0] if isinstance(self.intra, Sync) else group_name(self.intra)
-
-    def _require_codecs(self, intra: Carrying) -> None:
-        carrier = [*all_in(intra)][-1]
-        if not (intra.carries and isinstance(carrier, two_shot_mean) and not carrier.server_memory and self.shard):
-            raise TypeError(
-                f"hierarchical: intra={intra!r} must be the group inside the node, or codecs around two_shot, which "
-                f"give each rank a shard (shard=True), got shard={self.shard}; write intra=quantize(two_shot), and put "
-                "other transforms outside: rotate(hierarchical(...))"
-            )
 
     def reduces(self, path: str) -> bool:
         return True
@@ -139,7 +135,7 @@ class hierarchical(Sync):
     def init(self, grads: Tree) -> State:
         self._require_groups()
         leaves, _ = tree.flatten(grads)
-        parts = {path: leaf for path, leaf in leaves.items() if _has_parts(leaf)}
+        parts = {path: leaf for path, leaf in leaves.items() if is_compressible(leaf)}
         if not self.shard:
             return self.inner.init(parts)
         return HierarchicalState(self._between.init(parts))
@@ -152,24 +148,20 @@ class hierarchical(Sync):
 
     def exchange(self, leaves: Leaves, state: State) -> Exchange:
         self._require_groups()
-        parts = {path: leaf for path, leaf in leaves.items() if _has_parts(leaf)}
+        parts = {path: leaf for path, leaf in leaves.items() if is_compressible(leaf)}
         whole = {path: leaf for path, leaf in leaves.items() if path not in parts}
-        everywhere = self._inside, *groups_of(self.inner)
-        reduced = collectives.all_reduce(whole, "mean", *everywhere)
-        inner = self._sharded(parts, state) if self.shard else self._unsharded(parts, state)
+        reduced = collectives.all_reduce(whole, "mean", self._inside, *groups_of(self.inner))
+        if self.shard:
+            require_state("hierarchical", state, HierarchicalState)
+            inner = self._between.exchange(parts, state.inner)
+            inner = replaced(inner, state=HierarchicalState(inner.state))
+        else:
+            of_node = collectives.all_reduce(parts, "mean", self._inside)
+            inner = self.inner.exchange(of_node, state)
+            lossy = {path: leaf + (inner.sent[path] - of_node[path]) for path, leaf in parts.items()}
+            inner = replaced(inner, sent=lossy)
         mean, sent = {**reduced, **inner.mean}, {**whole, **inner.sent}
         return Exchange({path: mean[path] for path in leaves}, {path: sent[path] for path in leaves}, inner.state)
-
-    def _sharded(self, leaves: Leaves, state: HierarchicalState) -> Exchange:
-        require_state("hierarchical", state, HierarchicalState)
-        done = self._between.exchange(leaves, state.inner)
-        return replaced(done, state=HierarchicalState(done.state))
-
-    def _unsharded(self, leaves: Leaves, state: State) -> Exchange:
-        of_node = collectives.all_reduce(leaves, "mean", self._inside)
-        inner = self.inner.exchange(of_node, state)
-        sent = {path: leaf + (inner.sent[path] - of_node[path]) for path, leaf in leaves.items()}
-        return replaced(inner, sent=sent)
 
     def _require_groups(self) -> None:
         across, inside = self.inner.groups or frozenset(), self._inside
@@ -200,7 +192,8 @@ class _Between(Carrier):
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
         n = collectives.world_size(group_name(self.group))
-        return self.inner.init({path: x.detach().new_empty(_shard_shape(x, n)) for path, x in leaves.items()})
+        shapes = {path: _rows(x.to("meta"), n).shape[1:] for path, x in leaves.items()}
+        return self.inner.init({path: x.detach().new_empty(shapes[path]) for path, x in leaves.items()})
 
     def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
         group = group_name(self.group)
@@ -257,19 +250,10 @@ def _shaped(wire: Tensor, like: Tensor) -> Tensor:
     return layout.from_wire(wire.reshape(*like.shape, 2) if like.is_complex() else wire, like)
 
 
-def _has_parts(leaf: Tensor) -> bool:
-    return is_inexact(leaf) and leaf.numel() > 0
-
-
 def _view_shape(leaf: Tensor, n: int) -> tuple[int, ...]:
     """Return the shape of `leaf` that is cut into n shards along its first dimension."""
     has_rows = leaf.ndim > 1 and -leaf.shape[0] % n <= MOST_PADDING * leaf.shape[0]
     return tuple(leaf.shape) if has_rows else (leaf.numel(),)
-
-
-def _shard_shape(leaf: Tensor, n: int) -> tuple[int, ...]:
-    first, *rest = _view_shape(leaf, n)
-    return (-(-first // n), *rest)
 
 
 def _rows(leaf: Tensor, n: int) -> Tensor:

@@ -5,7 +5,7 @@ A pipeline without a plan is one segment that commits.
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from fnddp.core.tree import Leaves, is_inexact
 from fnddp.device import Device, Stream, device_of
 from fnddp.ir.plan_data import Phase
 from fnddp.ir.program import (
+    BufferSlice,
     Collective,
     Divisor,
     FoundNonfinite,
@@ -37,9 +38,6 @@ from fnddp.torch_private import foreach_copy, storage_use_count
 from fnddp.wire.groups import World, within
 from fnddp.wire.protocol import CollectiveError, Elastic, Wire
 from fnddp.wire.weights import Weight
-
-BufferSlice: TypeAlias = Sent | Received | PayloadRange
-"""A part of the memory of a collective."""
 
 T = TypeVar("T")
 

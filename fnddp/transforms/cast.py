@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives, tree
-from fnddp.core.codec import Carrying, CodecState, Key, Layers, Payload, carried
+from fnddp.core.codec import Carrying, CodecState, Key, Payload
 from fnddp.core.opaque import rounded
-from fnddp.core.options import one_of
 from fnddp.core.sync import (
     Exchange,
     State,
@@ -70,7 +69,6 @@ class cast(Carrying):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     seed: int = 0
 
-    limits: ClassVar = {"rounding": one_of("nearest", "stochastic")}
     wraps_skipping: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -115,11 +113,6 @@ class cast(Carrying):
     @property
     def nests(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return frozenset({"around", "inside"} if self.inner.carries and not self.check else ())
-
-    def carry(self, layers: Layers, leaves: Leaves, state: State) -> Exchange:
-        if not self.carries:
-            return super().carry(layers, leaves, state)
-        return carried(self, layers, leaves, state)
 
     # Called by a codec around this cast, to send floating-point parts of its payload in the dtype of the wire.
     averages: ClassVar[bool] = False

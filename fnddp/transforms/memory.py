@@ -10,7 +10,7 @@ from torch import Tensor
 from fnddp.core import layout, tree
 from fnddp.core.codec import wide_zeros
 from fnddp.core.opaque import rounded
-from fnddp.core.options import Limit, one_of
+from fnddp.core.options import Limit
 from fnddp.core.sync import (
     Exchange,
     Local,
@@ -131,10 +131,7 @@ class error_feedback(Memory):
     residual: Literal["float32", "int8"] = "float32"
 
     wraps_skipping: ClassVar[bool] = True
-    limits: ClassVar = {
-        "decay": Limit(lambda decay: 0 <= decay <= 1, "in [0, 1]"),
-        "residual": one_of("float32", "int8"),
-    }
+    limits: ClassVar = {"decay": Limit(lambda decay: 0 <= decay <= 1, "in [0, 1]")}
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
@@ -162,7 +159,6 @@ class error_feedback(Memory):
         return {path: layout.from_wire(x, leaves[path]) for path, x in known.items()}
 
     def _stored(self, residuals: Leaves) -> tuple[Leaves, Leaves]:
-        """Return `residual` and `scale` of a state."""
         if self.residual == "float32":
             return residuals, {}
         stored = {path: to_int8(layout.to_wire(x)) for path, x in residuals.items()}

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-METHODS = ("cholesky", "qr", "gram_schmidt")
-
 _segment_reduce: Any = torch.segment_reduce
 
 
@@ -60,7 +58,8 @@ def orthogonalize_all(groups: Sequence[Sequence[Tensor]], epsilon: float, dtype:
         inverse = torch.linalg.solve_triangular(factor.mH, eye.expand_as(gram), upper=True)
         if added != _ROUNDING:  # the second time short columns are zero, and others are far from dependent
             # Otherwise the column's part orthogonal to earlier columns was at most the number added to the diagonal.
-            is_long = _diagonal(inverse.mH @ gram @ inverse) > 0.5  # False for NaN
+            # (The diagonal is in a form that Inductor compiles without a warning.)
+            is_long = (inverse.mH @ gram @ inverse).flatten(1)[:, :: rank + 1].real > 0.5  # False for NaN
             inverse = torch.where(is_long.unsqueeze(-2), inverse, 0)
         x = x @ inverse[owners]
     padded = [-(-group[0].shape[0] // size) * size for group in groups]
@@ -75,10 +74,6 @@ def orthogonalize_all(groups: Sequence[Sequence[Tensor]], epsilon: float, dtype:
 _BLOCK = 32  # rows of a matrix that are summed together
 _TINY, _ROUNDING = 1e-30, 1e-14  # additions to squares of columns' norms, relative: the least, and against rounding
 _NOTHING = 1e-280  # and absolute
-
-
-def _diagonal(matrices: Tensor) -> Tensor:
-    return matrices.flatten(1)[:, :: matrices.shape[-1] + 1].real  # a form that Inductor compiles without a warning
 
 
 def unit_rows(q: Tensor, widths: Sequence[int], fallback: Tensor) -> Tensor:

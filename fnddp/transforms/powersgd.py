@@ -1,6 +1,6 @@
 """PowerSGD: the mean gradient as a product of two thin matrices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import ClassVar, Literal, NamedTuple
 
@@ -9,13 +9,14 @@ from torch import Tensor
 
 from fnddp.core import random, tree
 from fnddp.core.buckets import BUCKET_CAPS, assign_buckets
+from fnddp.core.codec import wide
 from fnddp.core.layout import in_format_of
 from fnddp.core.opaque import rounded
-from fnddp.core.options import Limit, at_least, one_of
+from fnddp.core.options import Limit, at_least
 from fnddp.core.sync import Exchange, Remembered, Replicated, State, Sync, require_sums, transform
 from fnddp.core.tree import Leaves, Tree, check_entries, is_inexact, replaced
 from fnddp.device import device_of
-from fnddp.transforms.orthogonalize import METHODS, orthogonalize, orthogonalize_all, unit_rows
+from fnddp.transforms.orthogonalize import orthogonalize, orthogonalize_all, unit_rows
 
 ITERATIONS = 4  # of `refresh`: each multiplies wanted / unwanted by the square of their singular values' ratio
 
@@ -25,19 +26,17 @@ class Stacks(NamedTuple):
 
     A group is one matrix, or several small ones of one shape, multiplied as one tensor `[count, ...]`. Leaves of a
     stack have one rank, dtype and device. `by_bucket` has a stack for each default gradient bucket: factors of other
-    buckets are not there at that time. `whole` joins them. Both have the same groups in the same order.
+    buckets are not there at that time. `whole` joins them. Both have the same groups in the same order. `shapes` has
+    rows and columns of each matrix, in that order.
     """
 
     by_bucket: list[list[list[str]]]
     whole: list[list[list[str]]]
+    shapes: dict[str, tuple[int, int]]
 
     @property
     def groups(self) -> list[list[str]]:
         return list(chain(*self.whole))
-
-    @property
-    def paths(self) -> list[str]:
-        return list(chain(*self.groups))
 
 
 class PowerSGDState(NamedTuple):
@@ -119,7 +118,6 @@ class powersgd(Sync):
     limits: ClassVar = {
         "rank": at_least(1),
         "min_compression_rate": at_least(0),
-        "orthogonalization": one_of(*METHODS),
         "epsilon": at_least(0),
         "refresh": Limit(lambda refresh: refresh == 0 or refresh >= 2, "0 (never) or at least 2 exchanges"),
     }
@@ -133,19 +131,18 @@ class powersgd(Sync):
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
         stacks = self._stacks(leaves)
-        shapes = {path: matrix_shape(leaves[path]) for path in stacks.paths}
         p_like = dict(leaves)
         q_like = dict(leaves) if self.alternate else _emptied(leaves)
-        for path, (n, m) in shapes.items():
+        for path, (n, m) in stacks.shapes.items():
             leaf, rank = leaves[path].detach(), self._rank_of(leaves[path])
             p_like[path], q_like[path] = leaf.new_empty((n, rank)), leaf.new_empty((rank, m))
 
         def drawn(suffix: str, side: int) -> Leaves:
             """Return factors laid out as after any later exchange: torch.compile makes one graph for both."""
-            sizes = {path: shape[side] for path, shape in shapes.items()}
+            sizes = {path: shape[side] for path, shape in stacks.shapes.items()}
             factors = {path: self._draw(path + suffix, leaves[path], 0, size) for path, size in sizes.items()}
-            laid_out = _apart(stacks, _columns_of(stacks, _side_by_side(stacks, _transposed(factors)), sizes))
-            return {path: laid_out[path] for path in leaves if path in shapes}
+            laid_out = _apart(stacks, _columns_of(stacks, _side_by_side(stacks, _transposed(factors)), side))
+            return {path: laid_out[path] for path in leaves if path in stacks.shapes}
 
         return PowerSGDState(
             q=drawn("", 1) if self.warm_start else {},
@@ -171,12 +168,12 @@ class powersgd(Sync):
         stacks, m = self._matrices(leaves)
         # Both products read m along its rows: on a CPU three to five times faster than m.T @ p_hat. So queries and Q
         # are stored transposed, those of a stack side by side.
-        widths = {path: matrix_shape(leaves[path])[1] for path in stacks.paths}
         queries = state.q
         if not self.warm_start:
-            queries = {path: self._draw(path, leaves[path], state.step, width) for path, width in widths.items()}
+            shapes = stacks.shapes.items()
+            queries = {path: self._draw(path, leaves[path], state.step, width) for path, (_, width) in shapes}
         query = _side_by_side(stacks, _transposed(queries))  # each: [rank, all columns]
-        columns = _columns_of(stacks, query, widths)
+        columns = _columns_of(stacks, query, 1)
         p = _apart(stacks, [x @ each for x, each in zip(m, columns, strict=True)])  # p: [rows, rank]
 
         # Leaves that are not compressed are sent whole with P and are empty with Q: both rounds have the same paths.
@@ -186,13 +183,13 @@ class powersgd(Sync):
         q_round = self.inner.exchange({**_emptied(leaves), **_rounded_like(leaves, q)}, state.q_round)
 
         def decode(whole: Leaves, rows: Sequence[Tensor]) -> Leaves:
-            q = _groups_of(stacks, rows, widths)
+            q = _groups_of(stacks, rows, 1)
             made = _apart(stacks, [basis @ each for basis, each in zip(p_hat, q, strict=True)])
             return {**whole, **{path: _leaf_of(each, leaves[path]) for path, each in made.items()}}
 
         rows = _side_by_side(stacks, q_round.mean)
         mean, sent = decode(p_round.mean, rows), decode(p_round.sent, _side_by_side(stacks, q_round.sent))
-        following = _apart(stacks, _unit_columns(stacks, rows, widths, query)) if self.warm_start else {}
+        following = _apart(stacks, _unit_columns(stacks, rows, 1, query)) if self.warm_start else {}
         q = {path: following[path] for path in state.q}  # empty without warm start
         return Exchange(mean, sent, replaced(state, q=q, p_round=p_round.state, q_round=q_round.state))
 
@@ -206,23 +203,20 @@ class powersgd(Sync):
         sent = _apart(stacks, [x @ each if sends_p else each.mH @ x for x, each in zip(m, hat, strict=True)])
         payload = {**leaves, **_rounded_like(leaves, sent)}
         inner = self.inner.exchange(payload, state.p_round if sends_p else state.q_round)
-        sizes = {path: matrix_shape(leaves[path])[not sends_p] for path in stacks.paths}
+        side = 0 if sends_p else 1
 
         def side_by_side(got: Leaves) -> list[Tensor]:
-            return _side_by_side(stacks, _transposed({path: got[path] for path in sizes}) if sends_p else got)
+            return _side_by_side(stacks, _transposed({path: got[path] for path in stacks.shapes}) if sends_p else got)
 
         def decode(got: Leaves) -> Leaves:
             rows = side_by_side(got)
-            if sends_p:
-                factors = zip(_columns_of(stacks, rows, sizes), hat, strict=True)
-                whole = _apart(stacks, [each @ basis.mH for each, basis in factors])
-            else:
-                factors = zip(hat, _groups_of(stacks, rows, sizes), strict=True)
-                whole = _apart(stacks, [basis @ each for basis, each in factors])
+            p = _columns_of(stacks, rows, side) if sends_p else hat
+            q = [basis.mH for basis in hat] if sends_p else _groups_of(stacks, rows, side)
+            whole = _apart(stacks, [each @ other for each, other in zip(p, q, strict=True)])
             return {**got, **{path: _leaf_of(each, leaves[path]) for path, each in whole.items()}}
 
         fallback = _side_by_side(stacks, _transposed(last))
-        following = _apart(stacks, _unit_columns(stacks, side_by_side(inner.mean), sizes, fallback))
+        following = _apart(stacks, _unit_columns(stacks, side_by_side(inner.mean), side, fallback))
         following = {path: following[path] for path in last}
         if sends_p:
             return replaced(inner.decoded(decode), state=replaced(state, p=following, p_round=inner.state))
@@ -238,19 +232,18 @@ class powersgd(Sync):
         stacks, m = self._matrices(done.mean)
         m = [each.clone() for each in m]  # in a buffer's middle BLAS may round products another way
         query = _side_by_side(stacks, _transposed(state.q))
-        heights, widths = ({path: matrix_shape(leaves[path])[i] for path in stacks.paths} for i in range(2))
-        drawn = {path: self._draw(path, leaves[path], 0, width) for path, width in widths.items()}
-        right = _columns_of(stacks, _side_by_side(stacks, _transposed(drawn)), widths)
+        drawn = {path: self._draw(path, leaves[path], 0, width) for path, (_, width) in stacks.shapes.items()}
+        right = _columns_of(stacks, _side_by_side(stacks, _transposed(drawn)), 1)
         for _ in range(ITERATIONS):
             left = _apart(stacks, [x @ each for x, each in zip(m, right, strict=True)])
             bases = zip(self._bases(done.mean, stacks, left), m, strict=True)
             rows = _side_by_side(stacks, _apart(stacks, [basis.mH @ x for basis, x in bases]))
-            right = _unit_columns(stacks, rows, widths, query)
+            right = _unit_columns(stacks, rows, 1, query)
         p: Leaves = {}
         if state.p:
             left = _apart(stacks, [x @ each for x, each in zip(m, right, strict=True)])
             rows, last = (_side_by_side(stacks, _transposed(each)) for each in (left, state.p))
-            p = _apart(stacks, _unit_columns(stacks, rows, heights, last))
+            p = _apart(stacks, _unit_columns(stacks, rows, 0, last))
         found = _apart(stacks, right)
         q, p = {path: found[path] for path in state.q}, {path: p[path] for path in state.p}
         return replaced(done, state=replaced(state, q=q, p=p, whole=done.state))
@@ -283,12 +276,14 @@ class powersgd(Sync):
                 groups = of_bucket.setdefault(buckets[path], {})
                 groups.setdefault(matrix_shape(leaf) if is_small else path, []).append(path)
         stacks = [[list(groups.values()) for groups in of_bucket.values()] for of_bucket in alike.values()]
-        return Stacks(list(chain(*stacks)), [list(chain(*stack)) for stack in stacks])
+        whole = [list(chain(*stack)) for stack in stacks]
+        shapes = {path: matrix_shape(leaves[path]) for group in chain(*whole) for path in group}
+        return Stacks(list(chain(*stacks)), whole, shapes)
 
     def _matrices(self, leaves: Leaves) -> tuple[Stacks, list[Tensor]]:
         """Return the stacks, and the matrices of each of their groups, `[..., rows, columns]`."""
         stacks = self._stacks(leaves)
-        whole = {path: _compute(leaves[path]) for path in stacks.paths}
+        whole = {path: _compute(leaves[path]) for path in stacks.shapes}
         # Row-major, since BLAS rounds products of a transposed matrix another way.
         m = {path: each.contiguous().reshape(matrix_shape(each)) for path, each in whole.items()}
         return stacks, _together(stacks, m)
@@ -300,13 +295,13 @@ class powersgd(Sync):
             return [orthogonalize(each, self.orthogonalization, self.epsilon) for each in some]
         found: list[Tensor] = []
         for groups in stacks.by_bucket:
-            dtype = _compute_dtype(leaves[groups[0][0]].dtype)
+            dtype = wide(leaves[groups[0][0]].dtype)
             found += orthogonalize_all([[factors[path] for path in group] for group in groups], self.epsilon, dtype)
         return found
 
     def _draw(self, name: str, leaf: Tensor, step: int, size: int) -> Tensor:
         """Return random unit columns for a factor of `leaf`: `[size, rank]`."""
-        like = leaf.detach().new_empty(0, dtype=_compute_dtype(leaf.dtype))
+        like = leaf.detach().new_empty(0, dtype=wide(leaf.dtype))
         factor = random.normal((size, self._rank_of(leaf)), name=name, seed=self.seed, step=step, like=like)
         return factor / torch.linalg.vector_norm(factor, dim=0, keepdim=True)
 
@@ -319,13 +314,9 @@ def _emptied(leaves: Leaves) -> Leaves:
     return {path: leaf.detach().new_empty(0) for path, leaf in leaves.items()}
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    # Half-precision factorizations do not exist on the CPU and lose too much anywhere.
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _compute(tensor: Tensor) -> Tensor:
-    return tensor.to(_compute_dtype(tensor.dtype))
+    # Half-precision factorizations do not exist on the CPU and lose too much anywhere.
+    return tensor.to(wide(tensor.dtype))
 
 
 def _leaf_of(matrix: Tensor, like: Tensor) -> Tensor:
@@ -361,25 +352,23 @@ def _side_by_side(stacks: Stacks, rows: Leaves) -> list[Tensor]:
     ]
 
 
-def _groups_of(stacks: Stacks, rows: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
-    """Return the inverse of `_side_by_side` for each group, `[..., rank, size]`: views."""
+def _groups_of(stacks: Stacks, rows: Sequence[Tensor], side: int) -> list[Tensor]:
+    """Return the inverse of `_side_by_side` for each group, `[..., rank, size]`: views. `side` is 0 for P, 1 for Q."""
     found: list[Tensor] = []
     for groups, stack in zip(stacks.whole, rows, strict=True):
-        counts = [(len(group), sizes[group[0]]) for group in groups]
+        counts = [(len(group), stacks.shapes[group[0]][side]) for group in groups]
         parts = zip(stack.split([count * size for count, size in counts], dim=1), counts, strict=True)
         found += [x.unflatten(1, shape).transpose(0, 1) if shape[0] > 1 else x for x, shape in parts]
     return found
 
 
-def _columns_of(stacks: Stacks, rows: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
+def _columns_of(stacks: Stacks, rows: Sequence[Tensor], side: int) -> list[Tensor]:
     """Return the factors of each group, `[..., size, rank]`: views, except of complex numbers."""
-    return [each.mH.resolve_conj() for each in _groups_of(stacks, rows, sizes)]
+    return [each.mH.resolve_conj() for each in _groups_of(stacks, rows, side)]
 
 
-def _unit_columns(
-    stacks: Stacks, rows: Sequence[Tensor], sizes: Mapping[str, int], fallback: Sequence[Tensor]
-) -> list[Tensor]:
+def _unit_columns(stacks: Stacks, rows: Sequence[Tensor], side: int, fallback: Sequence[Tensor]) -> list[Tensor]:
     """Return, by group, unit columns from transposed factors; a zero column is taken from `fallback`."""
-    widths = [[sizes[path] for path in chain(*groups)] for groups in stacks.whole]
+    widths = [[stacks.shapes[path][side] for path in chain(*groups)] for groups in stacks.whole]
     scaled = [unit_rows(*each) for each in zip(rows, widths, fallback, strict=True)]
-    return _columns_of(stacks, scaled, sizes)
+    return _columns_of(stacks, scaled, side)

@@ -11,7 +11,7 @@ from fnddp.core.codec import CodecState
 from fnddp.core.layout import in_format_of
 from fnddp.core.options import Share, require_share
 from fnddp.core.sync import Exchange, State, Sync, require_sums, transform
-from fnddp.core.tree import Leaves, Tree, is_inexact, replaced
+from fnddp.core.tree import Leaves, Tree, is_compressible, replaced
 
 
 class Drawn(Sync):
@@ -40,12 +40,12 @@ class Drawn(Sync):
 
     def init(self, grads: Tree) -> State:
         leaves, _ = tree.flatten(grads)
-        drawn = {path: leaf.detach() for path, leaf in leaves.items() if _is_drawn_from(leaf)}
+        drawn = {path: leaf.detach() for path, leaf in leaves.items() if is_compressible(leaf)}
         payload = {path: leaf.new_empty(self.share_of(leaf)) for path, leaf in drawn.items()}
         return CodecState(0, self.inner.init({**leaves, **payload}))
 
     def exchange(self, leaves: Leaves, state: CodecState) -> Exchange:
-        drawn = {path: self.draw(path, leaf, state.step) for path, leaf in leaves.items() if _is_drawn_from(leaf)}
+        drawn = {path: self.draw(path, leaf, state.step) for path, leaf in leaves.items() if is_compressible(leaf)}
         payload = {path: leaf.reshape(-1)[drawn[path]] if path in drawn else leaf for path, leaf in leaves.items()}
 
         def decode(of: Leaves) -> Leaves:
@@ -60,10 +60,6 @@ class Drawn(Sync):
 
         done = self.inner.exchange(payload, state.inner)
         return replaced(done.decoded(decode), state=CodecState(state.step + 1, done.state))
-
-
-def _is_drawn_from(leaf: Tensor) -> bool:
-    return is_inexact(leaf) and leaf.numel() > 0
 
 
 @transform

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fnddp.core import collectives
+from fnddp.core.codec import wide
 from fnddp.core.opaque import rounded
 from fnddp.core.sync import Exchange, State, Sync, transform
 from fnddp.core.tree import Leaves, Tree
@@ -98,5 +99,5 @@ class weighted(Sync):
     @staticmethod
     def scaled(leaf: Tensor, scale: Tensor) -> Tensor:
         """Return `leaf` times the scalar `scale`, of float64, rounded once."""
-        wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
-        return rounded(wide * scale.to(wide.real.dtype), leaf.dtype)
+        x = leaf.to(wide(leaf.dtype))
+        return rounded(x * scale.to(x.real.dtype), leaf.dtype)

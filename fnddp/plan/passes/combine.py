@@ -97,7 +97,8 @@ def combine(draft: Draft) -> Draft:
         for index, (key, op, group) in enumerate(sorted(groups, key=lambda found: found[0])):
             members = sorted(groups[key, op, group], key=_alignment, reverse=True)
             without = "weight" if key.depth < 0 else "(state)"
-            labels = [_label(leaves_of(traced.node)) or without for traced in members]
+            paths_of = [leaves_of(traced.node) for traced in members]
+            labels = ["..".join([each[0], *each[1:][-1:]]) if each else without for each in paths_of]
             _replace(graph, members, _laid_out(index, key, members, labels, world_size(group)))
     sorted_topologically(graph)
     return draft
@@ -198,9 +199,4 @@ def _replace(graph: fx.Graph, members: Sequence[Traced], collective: Collective)
 
 
 def _is_multiplied(node: fx.Node) -> bool:
-    """Return whether a matrix product reads `node`, or a view of it."""
     return any(user.target in MATRIX_PRODUCTS or (is_view(user) and _is_multiplied(user)) for user in node.users)
-
-
-def _label(paths: list[str]) -> str:
-    return "..".join([paths[0], *paths[1:][-1:]]) if paths else ""

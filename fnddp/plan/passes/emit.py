@@ -16,6 +16,7 @@ from torch import fx
 
 from fnddp.device import device_of
 from fnddp.ir.program import (
+    BufferSlice,
     Collective,
     Grad,
     LeafSpec,
@@ -66,6 +67,7 @@ _QUICK: dict[Any, Any] = {
     aten.full.default: _filled,
 }
 _SHOWN = ("dtype", "alpha", "beta")  # options of operations that change the result
+_PERSISTENT = BufferSlice | Mean | Scratch
 
 
 def emit(draft: Draft) -> tuple[Segment, ...]:
@@ -80,7 +82,7 @@ def emit(draft: Draft) -> tuple[Segment, ...]:
     last_read = {name: i for i, code in enumerate(written) for name in code.inputs}
     for i, (segment, code) in enumerate(zip(draft.segments, written, strict=True)):
         outputs = [node for node in code.made if name_of(node, draft.names) in kept or Temp(node.name) in last_read]
-        frees = [name for name in code.inputs if last_read[name] == i and name not in kept and not _persists(name)]
+        done = [name for name in code.inputs if last_read[name] == i and name not in kept]
         segments.append(
             Segment(
                 slot=segment.slot,
@@ -88,7 +90,7 @@ def emit(draft: Draft) -> tuple[Segment, ...]:
                 waits=tuple(segment.waits),
                 inputs=tuple(code.inputs),
                 outputs=tuple(name_of(node, draft.names) for node in outputs),
-                frees=tuple(frees),
+                frees=tuple(name for name in done if not isinstance(name, _PERSISTENT)),
                 run=code.script.function(code.inputs.values(), [code.made[node] for node in outputs]),
                 launches=None if segment.launches is None else launch_of(segment.launches)[1],
                 operations=tuple(code.operations),
@@ -107,10 +109,6 @@ def name_of(node: Any, inputs: dict[fx.Node, Name]) -> Any:
         launched, position = take_of(node)
         return Received(launch_of(launched)[1].index, position)
     return inputs.get(node) or Temp(node.name)
-
-
-def _persists(name: Name) -> bool:
-    return isinstance(name, Sent | PayloadRange | Received | Mean | Scratch)
 
 
 class Variable(str):
@@ -221,7 +219,9 @@ class _Emitter:
                 if node not in self.made:
                     self._compute(node)
                 if not is_light(node):
-                    self._pack(node)
+                    for collective, position in self._placement.payloads.get(node, ()):
+                        if Sent(collective.index, position) != self._placement.targets.get(node):
+                            self._copy_into([(node, collective, position)])
         if segment.launches is not None:
             self._pack_the_rest(segment.launches)
 
@@ -237,7 +237,6 @@ class _Emitter:
         self._record(node)
 
     def _compute_list(self, node: fx.Node) -> None:
-        """Call an operator on lists with a place for each result."""
         results: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
         places: list[Variable] = []
         for i, made in enumerate(value(node)):
@@ -325,12 +324,6 @@ class _Emitter:
             return where
         return self.script.call(aten.view.default, [where, list(value(node).shape)])
 
-    def _pack(self, source: fx.Node) -> None:
-        """Copy a large result into the buffers that send it."""
-        for collective, position in self._placement.payloads.get(source, ()):
-            if Sent(collective.index, position) != self._placement.targets.get(source):
-                self._copy_into([(source, collective, position)])
-
     def _pack_the_rest(self, launched: fx.Node) -> None:
         """Copy all other payloads into the buffer: small results, gradients, parts of the state, received results."""
         sources, collective = launch_of(launched)
@@ -368,7 +361,8 @@ class _Emitter:
             self.script.call(foreach_copy, [places, values])
         elif places:
             self.script.call(aten.copy_.default, [places[0], values[0]])
-        self._record_copy(copies[0].place, copies[0].source, len(copies))
+        source = name_of(copies[0].source, self._names)
+        self.operations.append(Operation(copies[0].place, None, "copy", (source,), count=len(copies)))
 
     def _fills(self, copy: _Copy) -> bool:
         """Return True if a gradient may be copied when it arrives: it is small, and nothing else reads or writes it."""
@@ -409,9 +403,6 @@ class _Emitter:
                 count=count,
             )
         )
-
-    def _record_copy(self, place: Name, source: Any, count: int) -> None:
-        self.operations.append(Operation(place, None, "copy", (name_of(source, self._names),), count=count))
 
     def _shown(self, arguments: Any) -> Any:
         return fx.map_arg(arguments, lambda node: name_of(node, self._names))

@@ -323,18 +323,12 @@ def _is_first_only(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _same_kind(a: Any, b: Any) -> bool:
-    return (
-        isinstance(a, Tensor)
-        and isinstance(b, Tensor)
-        and (a.numel(), a.dtype, a.device) == (b.numel(), b.dtype, b.device)
-        and b.is_contiguous()
-        and (a.shape == b.shape or a.is_contiguous())
-    )
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and b.is_contiguous()):
+        return False
+    is_whole = a.shape == b.shape or (a.numel() == b.numel() and a.is_contiguous())
+    return is_whole and (a.dtype, a.device) == (b.dtype, b.device)
 
 
 def _same_layout(a: Any, b: Any) -> bool:
-    return (
-        isinstance(a, Tensor)
-        and isinstance(b, Tensor)
-        and (a.shape, a.dtype, a.device, a.stride()) == (b.shape, b.dtype, b.device, b.stride())
-    )
+    are_tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return are_tensors and (a.shape, a.dtype, a.device, a.stride()) == (b.shape, b.dtype, b.device, b.stride())

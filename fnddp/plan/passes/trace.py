@@ -5,8 +5,7 @@ state are symbols, so that no step number is baked into a graph. A comparison su
 and the outcomes of all guards define the phase for which the graph is valid. Divisors of means are symbols too, because
 a step may have fewer ranks.
 
-The recorder is faster than make_fx. That spends its time on proxies, and on computing the result shapes of an operation
-again for each leaf of the same shape.
+make_fx would be slower: it makes proxies, and computes the shape of a result again for each leaf of the same shape.
 """
 
 import operator
