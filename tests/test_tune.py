@@ -79,7 +79,7 @@ def test_where_seeds_cannot_tell_nothing_wins_and_it_says_how_many_could() -> No
     assert found.unclear == (UNCLEAR,)
     assert found.winner is None
     assert found.verdict == (
-        "Undecided: 3 seeds cannot tell whether unclear ends within 0.01 of the loss of the plain mean; "
+        "Undecided: 3 seeds cannot tell whether the loss of unclear is within 0.01 of that of the plain mean; "
         "raise --seeds to 8"
     )
     assert tuned(EXACT, replace(UNCLEAR, step=GOOD.step), replace(GOOD, step=UNCLEAR.step)).winner is not None  # slower

@@ -197,7 +197,11 @@ class _Queue:
 
     def serve(self, collective: Collective, ready: float) -> CollectiveCost:
         """Return the cost of `collective`; its payload is ready at the time `ready`."""
-        link, kind = self._link_of(collective.group), named(collective.kind)
+        link, group, kind = self._link, collective.group, named(collective.kind)
+        if not isinstance(link, Link):
+            if group not in link:
+                raise ValueError(f"estimate: process group {group!r} has no link; links are given for {list(link)}")
+            link = link[group]
         payload, n = collective.wire_bytes, collective.world_size
         start = max(self._free, ready)
         seconds, sent = link.seconds(kind, payload, n), link.link_bytes(kind, payload, n)
@@ -209,13 +213,6 @@ class _Queue:
             self._spare[link] = left - at_once, start + seconds
         self._free = start + seconds
         return CollectiveCost(kind.name, collective.slot, payload, sent, seconds, self._free)
-
-    def _link_of(self, group: str | None) -> Link:
-        if isinstance(self._link, Link):
-            return self._link
-        if group not in self._link:
-            raise ValueError(f"estimate: process group {group!r} has no link; links are given for {list(self._link)}")
-        return self._link[group]
 
 
 def estimate(collectives: Iterable[Collective], link: Links | str, backward_seconds: float = 0.0) -> StepCost:

@@ -91,21 +91,14 @@ def _argument(argument: Any) -> str:
 
 @dataclass(frozen=True)
 class Merged:
-    """Segments of the same slot and kind, joined.
-
-    Attributes:
-        kind: "encode" before any collective is complete, "decode" after all are, "decode, encode" in between.
-        needs: Leaves that must have gradients first.
-        waits: Collectives that must be complete.
-        launches: The collective that the last segment issues.
-    """
+    """Segments of the same slot and kind, joined."""
 
     slot: int
-    kind: str
-    needs: tuple[str, ...]
-    waits: tuple[Collective, ...]
+    kind: str  # "encode" before any collective is complete, "decode" after all are, "decode, encode" in between
+    needs: tuple[str, ...]  # leaves that must have gradients first
+    waits: tuple[Collective, ...]  # that must be complete
     operations: tuple[Operation, ...]
-    launches: Collective | None
+    launches: Collective | None  # which the last segment issues
 
 
 def runs(plan: PlanData, *, merged: bool = True) -> Iterator[Merged]:
@@ -132,7 +125,9 @@ def show(plan: PlanData, code: bool = False) -> str:
     for slot, of_slot in groupby(runs(plan, merged=not code), key=lambda run: run.slot):
         lines += ["", f"slot {slot}"]
         for run in of_slot:
-            when = f"{', '.join(conditions)}: " if (conditions := conditions_of(run)) else ""
+            needs = f"need {some([text(path) for path in run.needs], 'gradients')}" if run.needs else ""
+            waits = f"wait {', '.join(c.name for c in run.waits)}" if run.waits else ""
+            when = f"{', '.join(filter(None, (needs, waits)))}: " if needs or waits else ""
             lines.append(f"  {when}{run.kind}, {count(len(run.operations), 'operation')}")
             lines += [f"      {line(operation)}" for operation in run.operations if code]
             if run.launches is not None:
@@ -189,12 +184,6 @@ def footer(plan: PlanData) -> list[str]:
         f"peak extra memory {size(plan.peak_bytes)}",
         *([f"CUDA graphs: {plan.uncapturable}"] if plan.uncapturable else []),
     ]
-
-
-def conditions_of(run: Merged) -> list[str]:
-    """Return the gradients and the collectives without which `run` does not start."""
-    needs = [f"need {some([text(path) for path in run.needs], 'gradients')}"] if run.needs else []
-    return needs + ([f"wait {', '.join([c.name for c in run.waits])}"] if run.waits else [])
 
 
 def collective(c: Collective, plan: PlanData) -> str:

@@ -46,17 +46,11 @@ _NONE = nullcontext()
 
 
 class Taken(NamedTuple):
-    """The times of a step, in seconds.
+    """The times of a step, in seconds."""
 
-    Attributes:
-        segments: Time of segments between the starts of consecutive collectives; last, of segments after all starts.
-        wire: Time of each collective, from its start until the step has noticed that it is complete.
-        exposed: Time that the step has waited for each collective, with nothing else to do.
-    """
-
-    segments: list[list[float]]
-    wire: list[float]
-    exposed: list[float]
+    segments: list[list[float]]  # between the starts of consecutive collectives; last, of segments after all starts
+    wire: list[float]  # of each collective, from its start until the step has noticed that it is complete
+    exposed: list[float]  # that the step has waited for each collective, with nothing else to do
 
     @property
     def encode_seconds(self) -> float:
@@ -70,18 +64,13 @@ class Taken(NamedTuple):
 
     @property
     def exposed_seconds(self) -> float:
-        """Time of all waiting."""
         return sum(self.exposed)
 
 
 class Observer:
     """Observer that names the pieces of steps for torch's profiler, and measures and prints them.
 
-    Each context encloses one piece, started on `stream` of `device`.
-
-    Args:
-        debug: The level of FNDDP_DEBUG: 1 prints plans, 2 also prints measured times of some steps.
-        measures: Whether steps are measured.
+    Each context encloses one piece, started on `stream` of `device`. `debug` is `debug_level()`.
     """
 
     def __init__(self, debug: int = 0, *, measures: bool = False) -> None:
@@ -101,15 +90,12 @@ class Observer:
         self._pieces = []
 
     def computes(self, segment: Segment, device: Device, stream: Stream) -> AbstractContextManager[object]:
-        """Enclose the computation of a segment."""
         return self._piece(range_of(segment), "computes", -1, device, stream)
 
     def launches(self, collective: Collective, device: Device, stream: Stream) -> AbstractContextManager[object]:
-        """Enclose the start of a collective."""
         return self._piece(f"{collective.name} launch", "launches", collective.index, device, stream)
 
     def waits(self, collective: Collective, device: Device, stream: Stream) -> AbstractContextManager[object]:
-        """Enclose the wait for a collective."""
         return self._piece(f"{collective.name} wait", "waits", collective.index, device, stream)
 
     @contextmanager
