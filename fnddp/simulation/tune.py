@@ -3,7 +3,7 @@
 import ast
 import math
 import statistics
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -518,14 +518,16 @@ def tune(
     with on_threads(threads):
         tell("timing forward and backward", 0, len(ways))
         compute = measure_backward(problem.loss_of(model), leaves, *(part[0] for part in batch))
-        of_hops = _costs_of_hops(model, made, ways, link, ranks, compute)
+        pairs = [Pair(repr(way.gradients), repr(way.weights)) for way in ways.values() if isinstance(way, Hops)]
+        plans = [*owned_plans("tune", model, made, pairs, ranks, device=None).values()] if own else []
+        measured: dict[int, tuple[float, ...]] = {}
         costs: list[Outcome] = []
         for i, (text, way) in enumerate(ways.items()):
             tell(f"timing {text}", i, len(ways))
             if isinstance(way, Sync):
                 costs.append(cost(way, leaves, link, ranks, compute, bucket_cap_mb))
             else:
-                costs.append(of_hops(text))
+                costs.append(_cost_of_hops(text, *plans[i], link, compute, measured))
     losses: dict[str, list[float]] = {text: [] for text in ways}
 
     def tuned() -> Tuned:
@@ -574,34 +576,17 @@ def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, buck
     return Outcome(repr(sync), round(step.wire_bytes), round(step.link_bytes), step, ())
 
 
-def _costs_of_hops(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    ways: Mapping[str, Way],
-    link: Links,
-    n: int,
-    compute: Compute,
-) -> Callable[[str], Outcome]:
-    """Return a function of a text in `ways` that returns the cost of a step; it measures each hop's segments once."""
-    hops = {
-        text: Pair(repr(way.gradients), repr(way.weights)) for text, way in ways.items() if not isinstance(way, Sync)
-    }
-    plans = owned_plans("tune", model, optimizers, [*hops.values()], n, device=None) if hops else {}
-    segments: dict[int, tuple[float, ...]] = {}  # by hop, because pairs may share hops
-
-    def timed(plan: Plan) -> tuple[float, ...]:
-        if id(plan) not in segments:
-            segments[id(plan)] = measure_segments(plan)
-        return segments[id(plan)]
-
-    def cost_of(text: str) -> Outcome:
-        first, back = plans[hops[text]]
-        step = first.predict(link, replace(compute, segments=timed(first)))
-        for plan in back:  # it overlaps with no backward
-            step = step.followed_by(plan.predict(link, Compute(segments=timed(plan))))
-        return Outcome(text, step.wire_bytes, step.link_bytes, MeanStepCost(((step, 1),)), ())
-
-    return cost_of
+def _cost_of_hops(
+    text: str, first: Plan, back: Sequence[Plan], link: Links, compute: Compute, measured: dict[int, tuple[float, ...]]
+) -> Outcome:
+    """Return the cost of a step; `measured` has the segments of plans by their id, because pairs may share hops."""
+    for plan in (first, *back):
+        if id(plan) not in measured:
+            measured[id(plan)] = measure_segments(plan)
+    step = first.predict(link, replace(compute, segments=measured[id(first)]))
+    for plan in back:  # it overlaps with no backward
+        step = step.followed_by(plan.predict(link, Compute(segments=measured[id(plan)])))
+    return Outcome(text, step.wire_bytes, step.link_bytes, MeanStepCost(((step, 1),)), ())
 
 
 def _require_fit(sync: Sync, steps: int, *, own: bool) -> None:
