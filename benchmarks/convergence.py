@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from figures import save
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import fnddp
 from fnddp import Link
-from fnddp.cli import characters, digits, models, picture
+from fnddp.cli import characters, digits, models
 from fnddp.core.sync import all_in
 from fnddp.plan.period import Recurring, period
 from fnddp.run.choose import CODEC_SECONDS
@@ -553,8 +554,8 @@ def report(
     found_costs = costs(pipelines, ranks, known)
     errors = accumulation(sizes)
     file.write_text(json.dumps({"text_sha256": SHA256, "costs": found_costs, "accumulation": errors}, indent=1) + "\n")
-    picture.save(partial(draw_convergence, of, found_costs), folder / PICTURE.name if folder != RESULTS else PICTURE)
-    picture.save(partial(draw_accumulation, errors), folder / "accumulation.svg")
+    save(partial(draw_convergence, of, found_costs), folder / PICTURE.name if folder != RESULTS else PICTURE)
+    save(partial(draw_accumulation, errors), folder / "accumulation.svg")
     table = Table(of, found_costs, pipelines)
     for name, text in {
         "which-pipeline.md": table.which(ranks),

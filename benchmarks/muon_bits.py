@@ -38,12 +38,13 @@ from convergence import (
     scheduled,
     where,
 )
+from figures import save
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import fnddp
 from fnddp import Link, measure_segments
-from fnddp.cli import models, picture
+from fnddp.cli import models
 from fnddp.run.choose_owned import Pair, owned_choice, owned_plans, pairs
 
 RANKS, STEPS = 8, 250
@@ -360,7 +361,7 @@ def report(out: Path, folder: Path, chart: Path) -> None:
     rows = [row_of(*each) for each in gaps_of(found)]
     text = table(rows, found)
     (folder / "muon-bits.md").write_text(text + "\n")
-    picture.save(partial(draw, rows), chart)
+    save(partial(draw, rows), chart)
     print(text)
     data = DATA if folder == RESULTS else folder / DATA.name
     data.write_text(packaged(found, json.loads(TIMES.read_text())))

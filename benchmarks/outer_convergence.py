@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from convergence import RESULTS, TEXT, characters_task, lines_of
+from figures import save
 from matplotlib.figure import Figure
 from torch import Tensor
 
 import fnddp
 from fnddp import Link, allreduce, outer
-from fnddp.cli import picture
 
 SYNCHRONOUS = "allreduce"  # gradients, in every step
 PLAIN = [SYNCHRONOUS, *(f"diloco(allreduce, every={h})" for h in (10, 30, 100))]
@@ -200,7 +200,7 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def report(out: Path, folder: Path) -> None:
     found = summary(lines_of(out))
     (folder / "outer_convergence.json").write_text(json.dumps(found, indent=1) + "\n")
-    picture.save(partial(draw, found), folder / "outer_convergence.svg")
+    save(partial(draw, found), folder / "outer_convergence.svg")
     print(tables(found))
 
 

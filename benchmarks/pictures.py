@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from figures import INK, PAPER, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from fnddp.cli import picture, report
-from fnddp.cli.picture import INK, PAPER
+from fnddp.cli import report
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
 RESULTS = Path(__file__).parent / "results"
@@ -68,10 +68,10 @@ WAY = [  # of an arrow: its start and its end, and its colour; left of its middl
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    picture.save(anatomy, folder / "anatomy.svg")
-    picture.save(curves, folder / "curves.svg")
-    picture.save(step, folder / "step.svg")
-    picture.save(times, folder / "times.svg")
+    save(anatomy, folder / "anatomy.svg")
+    save(curves, folder / "curves.svg")
+    save(step, folder / "step.svg")
+    save(times, folder / "times.svg")
 
 
 def curves() -> Figure:

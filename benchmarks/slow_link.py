@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from convergence import Characters, scheduled
+from figures import INK, save
 from matplotlib.figure import Figure
 from measured import NAMES
 from torch import nn
@@ -154,7 +155,7 @@ def draw(found: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(5.8, 3.9), layout="constrained")
     axes = figure.subplots()
     target = common(found)
-    axes.axhline(target, color=picture.INK, linewidth=0.8, linestyle=":")
+    axes.axhline(target, color=INK, linewidth=0.8, linestyle=":")
     for colour, (arm, what) in zip(picture.COLOURS, found["arms"].items(), strict=False):
         minutes = [point["seconds"] / 60 for point in what["curve"]]
         name = f'sync="auto": {what["took"]}' if arm == AUTO else name_of(arm, what["took"]).replace("`", "")
@@ -170,7 +171,7 @@ def draw(found: dict[str, Any]) -> Figure:
 def report(results: Path, assets: Path) -> None:
     found = json.loads((results / f"{NAME}.json").read_text())
     (results / f"{NAME}.md").write_text(table(found))
-    picture.save(partial(draw, found), assets / f"{NAME}.svg")
+    save(partial(draw, found), assets / f"{NAME}.svg")
     print(table(found))
 
 

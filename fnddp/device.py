@@ -25,27 +25,14 @@ Mark: TypeAlias = Any
 
 
 class Device:
-    """Operations on streams and events of a device. This class is for the CPU; others are subclasses.
+    """Operations on streams and events of a device. This class is for the CPU; others are subclasses."""
 
-    Args:
-        device: The `torch.device`.
-
-    Attributes:
-        device: The `torch.device`.
-        is_asynchronous: True if calls of operations return before the operations have ended.
-        light_bytes: Size up to which an operation's call costs more than its pass over memory.
-        stacked_bytes: Size of matrices up to which a product of their stack is faster than a product for each.
-        divides_lists_alike: True if dividing a list of tensors by a number gives the same bits as dividing each.
-        converts_in_place: True if an elementwise operation reads other dtypes without a separate pass for conversion.
-        has_slow_pages: True if allocating memory costs many times more than filling it, as with system pages.
-    """
-
-    is_asynchronous = False
-    light_bytes = 2**20
-    stacked_bytes = 2**15
-    divides_lists_alike = True
-    converts_in_place = False
-    has_slow_pages = True
+    is_asynchronous = False  # True if calls of operations return before the operations have ended
+    light_bytes = 2**20  # up to this size an operation's call costs more than its pass over memory
+    stacked_bytes = 2**15  # up to this size of matrices, a product of their stack is faster than a product for each
+    divides_lists_alike = True  # dividing a list of tensors by a number gives the same bits as dividing each
+    converts_in_place = False  # True if an elementwise operation reads other dtypes without a pass for conversion
+    has_slow_pages = True  # allocating memory costs many times more than filling it, as with system pages
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -99,8 +99,6 @@ def check(
 
 def check_on_rank(rank: int, sync: Sync, grads: Grads, traces: Traces | None = None) -> None:
     """Check all laws that apply, on one rank of several. The ranks may share `traces`."""
-    if sync.takes_weight:
-        grads = functools.partial(_scalable, grads)
     for law in LAWS:
         if applies(law, sync) and (law is not law_5_lossless_is_exact or loses_nothing(rank, sync, grads)):
             law(rank, sync, grads, **({"traces": traces} if law in LOWERED else {}))
@@ -113,7 +111,12 @@ def applies(law: Law, sync: Sync) -> bool:
         return (to_owners in halves) == (law is law_12_what_owners_have_is_the_mean)
     if halves and law in (law_5_lossless_is_exact, law_10_simulated_is_real, law_11_weighted_is_pooled):
         return False
-    if law in _ABOUT_ALL and not sync.agrees:
+    if not sync.agrees and law in (
+        law_2_all_ranks_get_the_same_bits,
+        law_4_sent_reduces_to_mean,
+        law_5_lossless_is_exact,
+        law_8_error_feedback_loses_nothing,
+    ):  # about means that all ranks have
         return False
     if sync.takes_weight and law in (
         law_5_lossless_is_exact,
@@ -516,15 +519,6 @@ def _exchanges(sync: Sync, grads: Grads, rank: int) -> Iterator[tuple[Leaves, Ex
         done = exchanged(sync, leaves, state)
         state = done.state
         yield leaves, done
-
-
-_ABOUT_ALL = (
-    law_2_all_ranks_get_the_same_bits,
-    law_4_sent_reduces_to_mean,
-    law_5_lossless_is_exact,
-    law_8_error_feedback_loses_nothing,
-)
-"""Laws of pipelines that give every rank the mean of all leaves."""
 
 
 def make_engine(

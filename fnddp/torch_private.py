@@ -13,16 +13,14 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial, reduce
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-_MIN_TORCH = (2, 11)
-if tuple(map(int, str(torch.__version__).split(".")[:2])) < _MIN_TORCH:  # before imports that older versions lack
-    raise ImportError(
-        f"fnddp needs torch {'.'.join(map(str, _MIN_TORCH))} or later; found {torch.__version__}", name="torch"
-    )
+_TORCH = tuple(map(int, str(torch.__version__).split(".")[:2]))
+if _TORCH < (2, 11):  # before imports that older versions lack
+    raise ImportError(f"fnddp needs torch 2.11 or later; found {torch.__version__}", name="torch")
 
 import torch.distributed as dist
 from torch import Tensor, fx, nn
@@ -82,7 +80,6 @@ will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
 
 
 def is_within_backward() -> bool:
-    """Return whether a backward runs in this thread."""
     return current_backward() != -1
 
 
@@ -120,9 +117,8 @@ def is_compiled_autograd() -> bool:
     return compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region)
 
 
-def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Let the block write to `tensors` that autograd has saved for backward, without an error."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+keeping_versions: Any = torch.autograd._unsafe_preserve_version_counter
+"""Let the block write to a tuple of tensors that autograd has saved for backward, without an error."""
 
 
 # Memory.
@@ -216,13 +212,11 @@ def keep_order(operator: str) -> None:
 
 
 def is_transforming() -> bool:
-    """Return whether this runs inside a torch.func transform."""
     return peek_interpreter_stack() is not None
 
 
 @constant_for_dynamo
 def is_differentiating() -> bool:
-    """Return whether one of the transforms differentiates."""
     keys = (interpreter.key() for interpreter in get_interpreter_stack() or ())
     return any(key in (TransformType.Grad, TransformType.Jvp) for key in keys)
 
@@ -235,7 +229,6 @@ def is_forward_ad() -> bool:
 
 @constant_for_dynamo
 def is_batching() -> bool:
-    """Return whether one of the transforms is vmap."""
     return any(interpreter.key() == TransformType.Vmap for interpreter in get_interpreter_stack() or ())
 
 
@@ -244,7 +237,7 @@ def is_mapped(tensor: Tensor) -> bool:
     return is_batchedtensor(tensor) and maybe_get_level(tensor) == maybe_current_level()
 
 
-_IS_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+_IS_2_13 = _TORCH >= (2, 13)
 DIFFERENTIATES_INFERENCE = _IS_2_13  # True if torch.func does; in torch 2.11 it returns zeros
 
 
@@ -368,7 +361,6 @@ class Fakes:
         self._symbols: list[sympy.Symbol] = []
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """Return a fake tensor like `tensor`."""
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
     def dense(self, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -563,16 +555,13 @@ def filled(values: Sequence[float], dtype: torch.dtype, device: torch.device) ->
 parameters_in: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 modules_in: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 buffers_in: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+forward_hooks: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
+post_accumulate_hooks: Callable[[Tensor], dict[int, Any]] = attrgetter("_post_accumulate_grad_hooks")  # of a leaf
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype that the gradient of a leaf tensor must have. Only leaves have `grad_dtype`."""
     return parameter.grad_dtype or parameter.dtype
-
-
-def has_other_hooks(parameter: Tensor) -> bool:
-    """Return whether `parameter` has more post-accumulate hooks than the one that fnddp registers."""
-    return len(parameter._post_accumulate_grad_hooks) > 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 without_torch_function: Any = _C._disabled_torch_function_impl  # for subclasses with `__torch_dispatch__` only
@@ -597,7 +586,7 @@ def cast_state(parameter: Tensor, key: str, value: Any, group: Mapping[str, Any]
 
 @contextmanager
 def without_step_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> Generator[None]:
-    """Disable the step hooks of `optimizers` in the block, for a step that only fills their state."""
+    """Disable the step hooks of `optimizers` in the block."""
     names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
     # Wrappers, such as Accelerate's, have no hooks of their own.
     pairs = [(each, name) for each in optimizers for name in names if hasattr(each, name)]
@@ -629,17 +618,13 @@ def between_step_hooks(
     Steps that `run` calls do not run these hooks again, but they run hooks registered for all optimizers.
     """
     owner: Any = optimizer
-    before, after = owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks
-    for hook in [*before.values()]:
+    for hook in [*owner._optimizer_step_pre_hooks.values()]:
         changed = hook(optimizer, (optimizer, *args), kwargs)
         if changed is not None:
             args, kwargs = changed[0][1:], changed[1]
-    owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks = {}, {}
-    try:
+    with without_step_hooks([optimizer]):
         done = run(*args, **kwargs)
-    finally:
-        owner._optimizer_step_pre_hooks, owner._optimizer_step_post_hooks = before, after
-    for hook in [*after.values()]:
+    for hook in [*owner._optimizer_step_post_hooks.values()]:
         hook(optimizer, (optimizer, *args), kwargs)
     return done
 
@@ -683,9 +668,8 @@ def set_up_mixed_precision(mixed_precision: Any, module: nn.Module) -> None:
         private._cast_buffers(mixed_precision, module)
 
 
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that `mesh` is a part of, or `mesh` itself."""
-    return mesh._get_root_mesh()
+root_mesh: Callable[[DeviceMesh], DeviceMesh] = methodcaller("_get_root_mesh")
+"""Return the mesh that a mesh is a part of, or the mesh itself."""
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -705,25 +689,18 @@ def make_local_tensors_of_shards(module: nn.Module) -> None:
 
 
 class FSDPGroup:
-    """A group of parameters that FSDP2 gathers and reduces together (an `FSDPParamGroup`).
-
-    Attributes:
-        shapes: Shapes of the gathered parameters: the complete ones, or this rank's part under tensor parallelism.
-        dims: The dimension along which each parameter is sharded.
-        shards: The process group of the shards; None for `replicate`, because it does not shard.
-        replicas: The process group of HSDP's replicas; None without replicas.
-        device: The device on which FSDP computes.
-        module: The module that `fully_shard` was called with, or the first of several.
-    """
+    """A group of parameters that FSDP2 gathers and reduces together (an `FSDPParamGroup`)."""
 
     def __init__(self, group: Any, module: nn.Module, root: Any = None) -> None:
         self._group, self._root = group, root  # root: the model's FSDP state, for the model's own group
-        self.module = module
+        self.module = module  # that `fully_shard` was called with, or the first of several
+        # Of the gathered parameters: the complete ones, or this rank's part under tensor parallelism.
         self.shapes: list[torch.Size] = [each._orig_size for each in group.fsdp_params]
-        self.dims: list[int] = [each.fsdp_placement.dim for each in group.fsdp_params]
+        self.dims: list[int] = [each.fsdp_placement.dim for each in group.fsdp_params]  # that are sharded
+        # None for `replicate`, because it does not shard; and without HSDP's replicas.
         self.shards: dist.ProcessGroup | None = getattr(group.mesh_info, "shard_process_group", None)
         self.replicas: dist.ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
-        self.device: torch.device = group.device
+        self.device: torch.device = group.device  # on which FSDP computes
 
     @property
     def regathering(self) -> dist.ProcessGroup | None:
@@ -760,20 +737,10 @@ class FSDPGroup:
         """The group that reduces gradients: `shards`, or the same ranks' `set_separate_reduce_scatter_group`."""
         return getattr(self._group.mesh_info, "reduce_scatter_process_group", None) or self.shards
 
-    @property
-    def reduces(self) -> bool:
-        """True if the next backward reduces its gradients: see `set_requires_gradient_sync`."""
-        return self._group.reduce_grads
-
-    @property
-    def all_reduces(self) -> bool:
-        """True if the reduction also sums over HSDP's replicas: see `set_requires_all_reduce`."""
-        return self._group.all_reduce_grads
-
-    @property
-    def reduce_scatter(self) -> object:
-        """The object that reduces the group's gradients."""
-        return self._group._reduce_scatter_comm
+    reduces = property(attrgetter("_group.reduce_grads"))  # in the next backward: see `set_requires_gradient_sync`
+    all_reduces = property(attrgetter("_group.all_reduce_grads"))  # over replicas, too: see `set_requires_all_reduce`
+    reduce_scatter = property(attrgetter("_group._reduce_scatter_comm"))
+    divide_factor = property(attrgetter("_group.gradient_divide_factor"))  # of sums; None for FSDP's number of ranks
 
     def reduce_with(self, reduce_scatter: object, divisor: float) -> None:
         """Let `reduce_scatter` sum gradients, and FSDP divide the sums by `divisor`.
@@ -798,11 +765,6 @@ class FSDPGroup:
     def is_extended(self) -> bool:
         """True if a parameter's class itself defines the data for an all-gather, for example a float8 class."""
         return any(hasattr(local_of(each), "fsdp_pre_all_gather") for each in self.parameters)
-
-    @property
-    def divide_factor(self) -> float | None:
-        """The number by which FSDP divides sums of gradients; None for its number of ranks."""
-        return self._group.gradient_divide_factor
 
     def before_reduction(self, note: Callable[[list[int]], None]) -> None:
         """Call `note` with the positions of the parameters that have a gradient, before gradients are reduced.
@@ -844,11 +806,6 @@ def _reduced_dtype(parameter: Any) -> torch.dtype:
     return policy.reduce_dtype or policy.param_dtype or sharded.dtype
 
 
-def forward_hooks(module: nn.Module) -> list[Any]:
-    """Return the forward hooks of `module`."""
-    return list(module._forward_hooks.values())
-
-
 def fsdp_groups(model: nn.Module) -> dict[str, tuple[Any, list[FSDPGroup]]]:
     """Return, by module name, each module in `model` that `fully_shard` was called with, and its parameter groups.
 
@@ -860,8 +817,10 @@ def fsdp_groups(model: nn.Module) -> dict[str, tuple[Any, list[FSDPGroup]]]:
             found.setdefault(cast("Any", module)._get_fsdp_state(), (name, module))
     groups: dict[str, tuple[Any, list[FSDPGroup]]] = {}
     for state, (name, module) in found.items():
+        several = getattr(state, "_fsdp_param_groups", None)
+        own = [state._fsdp_param_group] if several is None else several
         root = state if module is model else None
-        groups[name] = module, [FSDPGroup(each, module, root) for each in _groups_of(state)]
+        groups[name] = module, [FSDPGroup(each, module, root) for each in own if each is not None]
     return groups
 
 
@@ -882,8 +841,3 @@ def after_reductions(model: nn.Module, callback: Callable[[], object]) -> None:
 def _then(callback: Callable[[], object], original: Callable[..., object], **options: Any) -> None:
     original(**options)
     callback()
-
-
-def _groups_of(state: Any) -> list[Any]:
-    several = getattr(state, "_fsdp_param_groups", None)
-    return [each for each in ([state._fsdp_param_group] if several is None else several) if each is not None]

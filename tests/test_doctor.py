@@ -146,19 +146,14 @@ def test_the_verdict_is_what_auto_takes_and_what_is_faster() -> None:
     faster = replace(findings(**{four: 0.5}), chosen=best)
     assert f"{auto}. Faster: {four}, 2.00x as fast as that; whether your" in examination.verdict(faster)
     little = replace(findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99)), chosen=SIXTEEN_BITS[0])
-    assert examination.verdict(little).startswith('Compression pays little here: sync="auto" takes')
-    assert '1.00x as fast as the plain mean. "auto" does not know how much communication backward hides' in (
-        examination.verdict(little)
-    )
-    slower = replace(findings(**dict.fromkeys([best, *SIXTEEN_BITS], 3.01)), chosen=SIXTEEN_BITS[0])
-    assert (
-        f'takes {SIXTEEN_BITS[0]}, but the plain mean is at least as fast (sync="allreduce"). '
-        in examination.verdict(slower)
+    assert examination.verdict(little) == (
+        f'No compression saves a tenth of a step here: sync="auto" takes {SIXTEEN_BITS[0]}, 1.00x as fast as the plain '
+        "mean; it does not know how much communication backward hides"
     )
     much = replace(findings(**{**dict.fromkeys([best, *SIXTEEN_BITS], 4.0)}), chosen=SIXTEEN_BITS[0])
     assert examination.verdict(much).endswith(f"Faster: {MEAN}, 1.33x as fast as that")
     nothing = findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99))
-    assert examination.verdict(nothing).startswith('No compression saves a tenth of a step here: sync="auto" keeps')
+    assert examination.verdict(nothing) == 'No compression saves a tenth of a step here: sync="auto" takes allreduce'
 
 
 @pytest.mark.parametrize("at", [None, RankInfo("torchrun", 0, 2, 0)])

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from benchmarks.figures import DARK, INK, PAPER, save
 from fnddp import Plan, Sync, allreduce, error_feedback, fp16, lower, parse, powersgd
-from fnddp.cli import picture
-from fnddp.cli.picture import INK, PAPER
 from fnddp.tree import Tree
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
@@ -100,9 +99,9 @@ def drawn() -> Figure:
 def test_a_figure_is_the_same_in_every_run_and_dark_on_dark_pages(tmp_path: Path) -> None:
     first, second = tmp_path / "first.svg", tmp_path / "second.svg"
     for file in (first, second):
-        picture.save(drawn, file)
+        save(drawn, file)
     text = first.read_text()
     assert text == second.read_text()
     for colour in (INK, PAPER, "#000000"):
         assert re.search(rf'style="[^"]*(fill|stroke): {colour}', text), colour
-        assert f'[style*="fill: {colour}"] {{fill: {picture.DARK[colour]} !important}}' in text
+        assert f'[style*="fill: {colour}"] {{fill: {DARK[colour]} !important}}' in text

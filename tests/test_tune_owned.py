@@ -113,8 +113,8 @@ def test_notes_of_hops_are_those_of_the_study_of_hops() -> None:
     outcomes = [replace(outcome(text, seconds), losses=(1.0,) * 3) for text, seconds in costs.items()]
     found = Tuned(tuple(outcomes), Compute(), 0.01, "two_shot, allgather", None, OWNERS)
     assert found.winner is outcomes[0]
-    said = "fnddp.choose_owned takes two_shot, allgather on this link: it does not know how long backward takes"
-    assert found.notes == [said]
+    said = "fnddp.choose_owned takes two_shot, allgather on this link: it knows neither your losses nor how long"
+    assert found.notes == [f"{said} backward takes"]
 
 
 def test_hops_with_a_warm_up_and_optimizers_that_own_refuses_are_errors() -> None:
@@ -136,6 +136,11 @@ def test_without_muon_exact_hops_stay() -> None:
     assert found.chosen is None  # losses were measured with Muon
     assert found.notes == []
     assert found.usage(found.mean) == 'fnddp.own(model, optimizer, "two_shot", "allgather")'
+
+
+def test_hops_may_have_brackets_and_commas_in_their_patterns() -> None:
+    text = "partition({'a[,': two_shot, '*': quantize(two_shot)}), allgather"
+    assert text_of(way_of(text, own=True)) == text
 
 
 @pytest.mark.parametrize(

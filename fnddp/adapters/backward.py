@@ -444,7 +444,7 @@ class FastPath:
                 or self.task != current_backward()
                 or position in self.excluded
                 or grad.is_sparse
-                or torch_private.has_other_hooks(parameter)
+                or len(torch_private.post_accumulate_hooks(parameter)) > 1  # another than this one
             ):
                 take(parameter)
             else:

@@ -47,14 +47,10 @@ HOOKS: dict[str, Any] = {
     "bf16_hook": bf16_compress_hook,
 }
 PEERS = ("ddp", *HOOKS, "powersgd_hook", "none")
-BF16_ON_CPU = "torch registers its bf16 hook with NCCL on CUDA only; compare with fp16_hook"
-POWERSGD_ON_GLOO = "torch's PowerSGD hook waits inside future callbacks, which aborts on gloo"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The configuration of a benchmark."""
-
     model: str  # as `fnddp.cli.models.load` takes it
     pipelines: list[Sync | Auto]  # ours
     peers: list[str]  # to compare with, of `PEERS`
@@ -75,8 +71,6 @@ class Setup:
 
 @dataclass(frozen=True)
 class Times:
-    """Times and bytes of one arm."""
-
     seconds: list[list[float]]  # of each timed step (inner) on each rank (outer)
     wire_bytes: int  # that rank 0 passed to its collectives in one more step, counted
     link_bytes: list[int]  # of each timed step: sent through the network interface of rank 0
@@ -100,8 +94,6 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """The results of a benchmark."""
-
     setup: Setup
     times: list[Times]  # of each arm
     hosts: list[str]  # of each rank
@@ -120,7 +112,6 @@ class Run:
 
     @property
     def peers(self) -> list[int]:
-        """The arms that are peers."""
         return list(range(len(self.setup.pipelines), len(self.setup.names)))
 
     @property
@@ -172,7 +163,9 @@ def check_peers(against: str, on: Ranks) -> tuple[list[str], dict[str, str]]:
     if unknown := [name for name in names if name not in PEERS]:
         hint = did_you_mean(unknown[0], PEERS) or f"; known ones are {', '.join(PEERS)}"
         raise WrongArgument(f"--against: unknown peer {unknown[0]!r}{hint}")
-    impossible = {"bf16_hook": BF16_ON_CPU} | ({"powersgd_hook": POWERSGD_ON_GLOO} if on.count > 1 else {})
+    impossible = {"bf16_hook": "torch registers its bf16 hook with NCCL on CUDA only; compare with fp16_hook"}
+    if on.count > 1:
+        impossible["powersgd_hook"] = "torch's PowerSGD hook waits inside future callbacks, which aborts on gloo"
     left_out = {name: impossible[name] for name in names if on.device == "cpu" and name in impossible}
     peers = [name for name in names if name not in left_out]
     if not peers:

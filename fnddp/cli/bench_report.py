@@ -26,10 +26,7 @@ def show(run: Run) -> None:
     if line := verdict(run):
         echo(f"{line}\n")
     if run.setup.load > BUSY * cores():
-        echo(
-            f"The load average was {run.setup.load:.1f} on {count(cores(), 'core')} at the start. If that was not your "
-            "last command, other processes took time: compare the quartiles, and raise --pairs\n"
-        )
+        echo(f"The load average was {run.setup.load:.1f} on {count(cores(), 'core')} at the start: raise --pairs\n")
 
 
 def table(run: Run) -> Grid:
@@ -82,7 +79,6 @@ def verdict(run: Run) -> str:
 
 
 def as_json(run: Run) -> dict[str, Any]:
-    """Return conditions and raw times."""
     names = run.setup.names
     return {
         **run.conditions,

@@ -14,12 +14,9 @@ from fnddp.core.parse import parse
 from fnddp.core.sync import Sync
 from fnddp.cost.estimate import Links
 from fnddp.cost.link import Link
-from fnddp.show.text import count
 from fnddp.wire.groups import DEFAULT_GROUP, WorldSize
 
 T = TypeVar("T")
-
-RANKS_PER_CORE = 8
 
 
 def check_model(name: str, *, trains: bool = True) -> dict[str, Tensor]:
@@ -49,7 +46,6 @@ def check_pipelines(texts: Sequence[str], parameters: Mapping[str, Tensor], *, r
 
 
 def check_imports(names: Iterable[str] | None) -> tuple[str, ...]:
-    """Import the modules `names` and return them."""
     with wrong_if(WrongArgument, option="--import: "):
         for name in names or ():
             models.imported(name)
@@ -61,18 +57,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def check_processes(ranks: int) -> None:
-    """Raise a `WrongArgument` if `ranks` processes are more than `RANKS_PER_CORE` for each core."""
-    most = RANKS_PER_CORE * cores()
-    if ranks > most:
-        raise WrongArgument(
-            f"--ranks {ranks}: each rank is a process, and at most {most} are started on {count(cores(), 'core')}; to "
-            f"use virtual ranks in one process: fnddp tune --ranks {ranks}, or fnddp.simulate"
-        )
-
-
 def check_link(text: str) -> Link:
-    """Return the link that `text` describes."""
     with wrong_if(ValueError, option="--link: "):
         return Link.parse(text)
 

@@ -29,7 +29,7 @@ TIMEOUT = timedelta(minutes=2)  # of a collective: a rank that hangs, or is stop
 SETTLE_SECONDS = 1.0
 
 Work = Callable[..., Iterable[Any]]
-DEFAULT_RANKS = 2
+DEFAULT_RANKS, RANKS_PER_CORE = 2, 8
 HINT = (
     "If ranks cannot connect: MASTER_ADDR must be an address of rank 0's host that all can reach, and MASTER_PORT must "
     "be free there; with several network cards, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the one to use; "
@@ -246,13 +246,15 @@ def check_ranks(
     at, shaped = rank_info(), None if link == "loopback" else link
     if shaped is not None:
         checks.check_link(shaped)
-    if at is None:
-        checks.check_processes(ranks or DEFAULT_RANKS)
-    elif ranks not in (None, at.world_size):
+    number, most = ranks or DEFAULT_RANKS if at is None else at.world_size, RANKS_PER_CORE * checks.cores()
+    if at is None and number > most:
+        raise WrongArgument(
+            f"--ranks {ranks}: at most {most} are started here; to use virtual ranks in one process: fnddp tune"
+        )
+    if at is not None and ranks not in (None, at.world_size):
         raise WrongArgument(f"--ranks {ranks}, but {at.launcher} has started {at.world_size}; remove --ranks")
-    elif shaped is not None:
+    if at is not None and shaped is not None:
         raise WrongArgument(f"--link only shapes ranks that fnddp starts, but {at.launcher} started these; remove it")
-    number = ranks or DEFAULT_RANKS if at is None else at.world_size
     needed = (1 if is_shared else number) if at is None else at.local_rank + 1
     return Ranks(at, number, _device(device, needed), shaped, checks.check_imports(imports))
 

@@ -188,20 +188,12 @@ def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
         for each in made:
             if isinstance(each, torch.optim.LBFGS):
                 raise WrongArgument(f"{model} cannot be tuned with LBFGS (it needs closures); return another optimizer")
-            _let_rate_fall(each, steps)
+            schedule = torch.optim.lr_scheduler.LinearLR(each, 1.0, 1e-2, total_iters=steps)
+            each.register_step_post_hook(lambda optimizer, args, kwargs, schedule=schedule: schedule.step())
         return made
 
     # Final losses depend less on the last batches if the learning rate falls to zero.
     return replace(problem, optimizer=optimizers)
-
-
-def _let_rate_fall(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1e-2, total_iters=steps)
-
-    def fall(*_: object) -> None:
-        schedule.step()
-
-    optimizer.register_step_post_hook(fall)
 
 
 def _maker(name: str) -> Callable[[], Any]:

@@ -94,7 +94,6 @@ def check_available() -> None:
 
 
 def loopback_device() -> str:
-    """Return the name of this machine's loopback network device."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 

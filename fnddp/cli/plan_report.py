@@ -48,7 +48,6 @@ class Setting:
 
     @property
     def elements(self) -> int:
-        """The number of elements of all parameters."""
         return sum(p.numel() for p in self.parameters.values())
 
     def __str__(self) -> str:
@@ -153,15 +152,9 @@ def show(setting: Setting, pipelines: Sequence[Costs]) -> None:
     if any(len(mean["phases"]) > 1 for mean in pipelines):
         note += " Where steps differ, a pipeline is their mean, and below it is each kind."
     if any(mean["first_step"] for mean in pipelines):
-        note += (
-            " The first step begins warm-ups, and expects gradients in the reverse order of parameters: later ones "
-            "know how they come. It also compares what ranks run."
-        )
+        note += " The first step begins warm-ups, and expects gradients in the reverse order of parameters."
     elif setting.arrival is None and setting.step is None:
-        note += (
-            " Gradients are taken to come in the reverse order of parameters: that of a module alone is not known, nor "
-            "of a model whose forward, or FILE.py:fn, needs values, which the meta device does not have."
-        )
+        note += " Gradients are taken to come in the reverse order of parameters: that of this model is not known."
     echo(f"{setting}\n")
     Grid("pipeline", {**sizes, **times}, rows, legend, note).show()
 
@@ -179,7 +172,6 @@ def _row(costs: Costs) -> tuple[str, ...]:
 
 
 def as_json(setting: Setting, pipelines: Sequence[Costs]) -> dict[str, Any]:
-    """Return setting and costs as a dictionary of JSON values."""
     ranks = setting.ranks
     return {
         "model": setting.model,

@@ -15,7 +15,6 @@ SMOOTHING = 15  # steps
 
 
 def title(model: str) -> str:
-    """Return a title for the training of `model`."""
     return "Handwritten digits" if model == "digits" else f"{model} on its own batch"
 
 

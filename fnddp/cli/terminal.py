@@ -130,7 +130,7 @@ def progress(text: str) -> Generator[Callable[..., None]]:
     """
     to = console(sys.stderr)
     if not is_first_rank():
-        yield _ignored
+        yield lambda *_: None
         return
     if not to.is_terminal or to.is_dumb_terminal:
         lines = Lines(sys.stderr)
@@ -162,10 +162,6 @@ def progress(text: str) -> Generator[Callable[..., None]]:
             line.update(task, description=text, completed=done)
 
         yield show
-
-
-def _ignored(text: str, done: int = 0, of: int | None = None) -> None:
-    pass
 
 
 class Lines:

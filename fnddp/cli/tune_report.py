@@ -15,7 +15,6 @@ PLOT = "pareto.svg"
 
 
 def title(found: dict[str, Any]) -> str:
-    """Return a title with the trained model and the link."""
     numbers = f"{found['ranks']} virtual ranks, {found['steps']} steps, {found['seeds']} seeds"
     data = "" if found["model"] == found["data"] else f" on {found['data']}"
     return f"{found['model']}{data}, {numbers}; link {found['link']}"
@@ -70,7 +69,6 @@ def _excess(gap: Gap) -> str:
 
 
 def as_json(tuned: Tuned, setting: dict[str, Any]) -> dict[str, Any]:
-    """Return the outcomes and the setting as a dictionary of JSON values."""
     return {
         **setting,
         "torch": torch.__version__,

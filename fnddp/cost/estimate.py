@@ -197,7 +197,11 @@ class _Queue:
 
     def serve(self, collective: Collective, ready: float) -> CollectiveCost:
         """Return the cost of `collective`; its payload is ready at the time `ready`."""
-        link, kind = self._link_of(collective.group), named(collective.kind)
+        link, group, kind = self._link, collective.group, named(collective.kind)
+        if not isinstance(link, Link):
+            if group not in link:
+                raise ValueError(f"estimate: process group {group!r} has no link; links are given for {list(link)}")
+            link = link[group]
         payload, n = collective.wire_bytes, collective.world_size
         start = max(self._free, ready)
         seconds, sent = link.seconds(kind, payload, n), link.link_bytes(kind, payload, n)
@@ -209,13 +213,6 @@ class _Queue:
             self._spare[link] = left - at_once, start + seconds
         self._free = start + seconds
         return CollectiveCost(kind.name, collective.slot, payload, sent, seconds, self._free)
-
-    def _link_of(self, group: str | None) -> Link:
-        if isinstance(self._link, Link):
-            return self._link
-        if group not in self._link:
-            raise ValueError(f"estimate: process group {group!r} has no link; links are given for {list(self._link)}")
-        return self._link[group]
 
 
 def estimate(collectives: Iterable[Collective], link: Links | str, backward_seconds: float = 0.0) -> StepCost:
@@ -255,57 +252,36 @@ def predict(plan: PlanData, link: Links | str, compute: Compute) -> StepCost:
             f"predict: compute has the seconds of {len(seconds)} segments, but the plan has {len(plan.segments)}; "
             "measure this plan: measure_segments(plan)"
         )
-    queue, clock = _Queue(link), _Clock(compute)
+    queue, spans, sent = _Queue(link), list[Span](), list[CollectiveCost]()
+    begin = free = compute.forward_seconds
+    end, within = begin + compute.backward_seconds, 0.0  # of backward; of segments in it, which make it longer
     encode = decode = 0.0
+
+    def wait(index: int) -> None:
+        nonlocal free
+        done, idle_from = sent[index].end_seconds, max(free, end)  # the rank runs backward meanwhile
+        if done > idle_from:
+            spans.append(Span("wait", index, idle_from, done - idle_from))
+        free = max(free, done)
+
     for index, (segment, own) in enumerate(zip(plan.segments, seconds, strict=True)):
-        clock.wait(segment.waits)
-        clock.run(index, own, max((arrivals[path] for path in segment.needs), default=0.0), segment.commits)
+        for awaited in segment.waits:
+            wait(awaited)
+        arrival = max((arrivals[path] for path in segment.needs), default=0.0)
+        start = max(free, end if segment.commits else begin + arrival + within)
+        spans.append(Span("segment", index, start, own))
+        within += own if start < end else 0.0
+        end, free = begin + compute.backward_seconds + within, start + own
         encode, decode = (encode, decode + own) if segment.commits else (encode + own, decode)
         if segment.launches is not None:
-            clock.launch(queue.serve(segment.launches, clock.free))
-    clock.wait(range(len(clock.done)))
-    return StepCost(clock.spans(), compute, tuple(clock.done), encode, decode)
-
-
-class _Clock:
-    """The spans so far, and the time when the rank is free for the next segment."""
-
-    def __init__(self, compute: Compute) -> None:
-        self._compute = compute
-        self._begin = self.free = compute.forward_seconds
-        self._within = 0.0  # of segments that ran during backward, and so made it longer
-        self._spans: list[Span] = []
-        self.done: list[CollectiveCost] = []
-
-    @property
-    def _backward_end(self) -> float:
-        return self._begin + self._compute.backward_seconds + self._within
-
-    def wait(self, collectives: Sequence[int]) -> None:
-        """Let the rank wait for `collectives`: it runs backward meanwhile, and is idle only after backward."""
-        for index in collectives:
-            end = self.done[index].end_seconds
-            idle_from = max(self.free, self._backward_end)
-            if end > idle_from:
-                self._spans.append(Span("wait", index, idle_from, end - idle_from))
-            self.free = max(self.free, end)
-
-    def run(self, index: int, seconds: float, arrival: float, is_last: bool) -> None:
-        ready = self._backward_end if is_last else self._begin + arrival + self._within
-        start = max(self.free, ready)
-        self._spans.append(Span("segment", index, start, seconds))
-        self._within += seconds if start < self._backward_end else 0.0
-        self.free = start + seconds
-
-    def launch(self, cost: CollectiveCost) -> None:
-        index = len(self.done)
-        self._spans.append(Span("launch", index, self.free, 0.0))
-        self._spans.append(Span("wire", index, cost.end_seconds - cost.seconds, cost.seconds))
-        self.done.append(cost)
-
-    def spans(self) -> tuple[Span, ...]:
-        forward = Span("forward", 0, 0.0, self._begin)
-        return (forward, Span("backward", 0, self._begin, self._backward_end - self._begin), *self._spans)
+            cost = queue.serve(segment.launches, free)
+            spans.append(Span("launch", len(sent), free, 0.0))
+            spans.append(Span("wire", len(sent), cost.end_seconds - cost.seconds, cost.seconds))
+            sent.append(cost)
+    for index in range(len(sent)):
+        wait(index)
+    whole = Span("forward", 0, 0.0, begin), Span("backward", 0, begin, end - begin)
+    return StepCost((*whole, *spans), compute, tuple(sent), encode, decode)
 
 
 def _arrivals(plan: PlanData, compute: Compute) -> Mapping[str, float]:

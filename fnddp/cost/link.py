@@ -89,8 +89,7 @@ class Link(Expression):
         if (self.inner is None) != (self.ranks_per_node == 1) or self.ranks_per_node < 1:
             raise ValueError(
                 f"Link: inner and ranks_per_node go together, got inner={self.inner!r} and "
-                f"ranks_per_node={self.ranks_per_node!r}; give the link inside a node and a number of at least 2, "
-                "or neither"
+                f"ranks_per_node={self.ranks_per_node!r}; give both, the number at least 2, or neither"
             )
 
     @classmethod
@@ -170,8 +169,7 @@ class Link(Expression):
             return kind, (payload, n), (payload, 1)
         if n % g:
             raise ValueError(
-                f"Link: {n} ranks do not fill nodes of {g}; give the group its own link: estimate(..., {{None: link, "
-                "name: other})"
+                f"Link: {n} ranks do not fill nodes of {g}; give the group its own link, {{None: link, name: other}}"
             )
         within, across = kind.levels(payload, g, n // g)
         return kind, (within, g), (across, n // g)

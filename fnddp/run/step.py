@@ -146,7 +146,7 @@ class Step:
     def _start(self) -> None:
         program = self._program
         if self._observer is not None:
-            self._observer.begins()
+            self._observer.begins(program.device, program.stream)
         self._buffers, self._values, self._slots = program.begin(self.parts, self._weight)
         self._pending: list[tuple[int, Tensor]] = []  # gradients from `put`, for `_ingest`
         self._to_copy: list[tuple[Tensor, Tensor]] = []  # places and gradients that are only copied, for `_run`
@@ -565,7 +565,7 @@ class Step:
         for index in segment.waits:
             if index in self._works:
                 self._wait(index)
-        with _NOTHING if observer is None else observer.computes(segment, self._program.device, self._program.stream):
+        with _NOTHING if observer is None else observer.piece("compute", segment):
             if self._to_copy:
                 copies, self._to_copy = self._to_copy, []
                 foreach_copy(*zip(*copies, strict=True))
@@ -578,7 +578,7 @@ class Step:
             self._launch(segment)
 
     def _launch(self, segment: Segment) -> None:
-        collective, observer, device = segment.launches, self._observer, self._program.device
+        collective, observer = segment.launches, self._observer
         assert collective is not None
         index = collective.index
         buffer = self._buffers[index]
@@ -592,7 +592,7 @@ class Step:
             collective.op,
             collective.group,
         )
-        named = _NOTHING if observer is None else observer.launches(collective, device, self._program.stream)
+        named = _NOTHING if observer is None else observer.piece("launch", collective)
         self._works[index] = works = []
         with named, without_modes():
             _named(collective, partial(start_into, works, start))
@@ -602,7 +602,7 @@ class Step:
 
     def _wait(self, index: int) -> None:
         collective, observer = self._program.collectives[index], self._observer
-        with _NOTHING if observer is None else observer.waits(collective, self._program.device, self._program.stream):
+        with _NOTHING if observer is None else observer.piece("wait", collective):
             _named(collective, partial(waited, self._works[index][0]))
         del self._works[index]  # only now: after an interrupt above, memory must not be reused until it is over
 

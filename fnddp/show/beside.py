@@ -53,29 +53,25 @@ def to_trace(plan: PlanData, step: StepCost) -> str:
 
 
 def _event(plan: PlanData, step: StepCost, span: Span) -> dict[str, Any]:
-    is_wire = span.does == "wire"
-    name, about = _described(plan, step, span)
+    about: dict[str, Any] = {}
+    if span.does in ("forward", "backward"):
+        name = span.does
+    elif span.does == "segment":
+        segment = plan.segments[span.index]
+        name, waits = PREFIX + range_of(segment), [f"c{index}" for index in segment.waits]
+        about = {"needs": segment.needs, "waits": waits, "operations": len(segment.operations)}
+    else:
+        c, cost = plan.collectives[span.index], step.collectives[span.index]
+        name = f"{PREFIX}{c.name} {c.kind.name if span.does == 'wire' else span.does}"
+        if span.does == "wire":
+            about = {"does": collective(c, plan), "wire_bytes": cost.wire_bytes, "link_bytes": cost.link_bytes}
     return {
         "ph": "X",
         "name": name,
-        "cat": "wire" if is_wire else "compute",
+        "cat": "wire" if span.does == "wire" else "compute",
         "pid": PROCESS,
-        "tid": WIRE if is_wire else COMPUTE,
+        "tid": WIRE if span.does == "wire" else COMPUTE,
         "ts": round(span.begin * 1e6, 3),
         "dur": round(span.seconds * 1e6, 3),
         "args": about,
     }
-
-
-def _described(plan: PlanData, step: StepCost, span: Span) -> tuple[str, dict[str, Any]]:
-    if span.does in ("forward", "backward"):
-        return span.does, {}
-    if span.does == "segment":
-        segment = plan.segments[span.index]
-        about = {"needs": segment.needs, "waits": [f"c{index}" for index in segment.waits]}
-        return PREFIX + range_of(segment), {**about, "operations": len(segment.operations)}
-    c, cost = plan.collectives[span.index], step.collectives[span.index]
-    if span.does != "wire":
-        return f"{PREFIX}{c.name} {span.does}", {}
-    about = {"does": collective(c, plan), "wire_bytes": cost.wire_bytes, "link_bytes": cost.link_bytes}
-    return f"{PREFIX}{c.name} {c.kind.name}", about

@@ -1,8 +1,7 @@
 """A plan as text: like a jaxpr, with a schedule; and the names of its values."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 from fnddp.core.codec import Codec
@@ -89,37 +88,14 @@ def _argument(argument: Any) -> str:
     return str(argument).replace("torch.", "")
 
 
-@dataclass(frozen=True)
-class Merged:
-    """Segments of the same slot and kind, joined.
-
-    Attributes:
-        kind: "encode" before any collective is complete, "decode" after all are, "decode, encode" in between.
-        needs: Leaves that must have gradients first.
-        waits: Collectives that must be complete.
-        launches: The collective that the last segment issues.
-    """
-
-    slot: int
-    kind: str
-    needs: tuple[str, ...]
-    waits: tuple[Collective, ...]
-    operations: tuple[Operation, ...]
-    launches: Collective | None
-
-
-def runs(plan: PlanData, *, merged: bool = True) -> Iterator[Merged]:
-    """Yield the segments of a plan; if `merged`, join segments of the same slot and kind, up to a collective."""
-    collectives, alike = plan.collectives, list[Segment]()
+def _runs(plan: PlanData, *, merged: bool) -> Iterator[list[Segment]]:
+    """Yield the segments of a plan; if `merged`, those of the same slot and kind together, up to a collective."""
+    alike: list[Segment] = []
     for segment, following in zip(plan.segments, [*plan.segments[1:], None], strict=False):
         alike.append(segment)
-        if merged and segment.launches is None and following is not None and _look(segment) == _look(following):
-            continue
-        needs = tuple(chain.from_iterable(each.needs for each in alike))
-        waits = tuple(collectives[index] for each in alike for index in each.waits)
-        operations = tuple(chain.from_iterable(each.operations for each in alike))
-        yield Merged(*_look(segment), needs, waits, operations, segment.launches)
-        alike.clear()
+        if not merged or segment.launches is not None or following is None or _look(segment) != _look(following):
+            yield alike
+            alike = []
 
 
 def _look(segment: Segment) -> tuple[int, str]:
@@ -128,15 +104,19 @@ def _look(segment: Segment) -> tuple[int, str]:
 
 def show(plan: PlanData, code: bool = False) -> str:
     """See `Plan.show`."""
-    lines = [*header(plan), *owners_of_rows(plan)]
-    for slot, of_slot in groupby(runs(plan, merged=not code), key=lambda run: run.slot):
+    lines, collectives = [*header(plan), *owners_of_rows(plan)], plan.collectives
+    for slot, of_slot in groupby(_runs(plan, merged=not code), key=lambda run: run[0].slot):
         lines += ["", f"slot {slot}"]
         for run in of_slot:
-            when = f"{', '.join(conditions)}: " if (conditions := conditions_of(run)) else ""
-            lines.append(f"  {when}{run.kind}, {count(len(run.operations), 'operation')}")
-            lines += [f"      {line(operation)}" for operation in run.operations if code]
-            if run.launches is not None:
-                lines.append(f"    send {collective(run.launches, plan)}")
+            needs = [text(path) for segment in run for path in segment.needs]
+            waits = [collectives[index].name for segment in run for index in segment.waits]
+            when = [f"need {some(needs, 'gradients')}"] if needs else []
+            when += [f"wait {', '.join(waits)}"] if waits else []
+            kind, operations = _look(run[0])[1], [operation for segment in run for operation in segment.operations]
+            lines.append(f"  {', '.join(when)}{': ' if when else ''}{kind}, {count(len(operations), 'operation')}")
+            lines += [f"      {line(operation)}" for operation in operations if code]
+            if run[-1].launches is not None:
+                lines.append(f"    send {collective(run[-1].launches, plan)}")
     return "\n".join([*lines, "", *footer(plan)])
 
 
@@ -189,12 +169,6 @@ def footer(plan: PlanData) -> list[str]:
         f"peak extra memory {size(plan.peak_bytes)}",
         *([f"CUDA graphs: {plan.uncapturable}"] if plan.uncapturable else []),
     ]
-
-
-def conditions_of(run: Merged) -> list[str]:
-    """Return the gradients and the collectives without which `run` does not start."""
-    needs = [f"need {some([text(path) for path in run.needs], 'gradients')}"] if run.needs else []
-    return needs + ([f"wait {', '.join([c.name for c in run.waits])}"] if run.waits else [])
 
 
 def collective(c: Collective, plan: PlanData) -> str:

@@ -22,7 +22,7 @@ from fnddp.wire import groups
 
 FIRST, EVERY = 3, 100  # steps shown of each plan: the first three, then one in 100
 
-Piece: TypeAlias = Literal["computes", "launches", "waits"]
+Piece: TypeAlias = Literal["compute", "launch", "wait"]
 
 
 def debug_level() -> int:
@@ -46,17 +46,11 @@ _NONE = nullcontext()
 
 
 class Taken(NamedTuple):
-    """The times of a step, in seconds.
+    """The times of a step, in seconds."""
 
-    Attributes:
-        segments: Time of segments between the starts of consecutive collectives; last, of segments after all starts.
-        wire: Time of each collective, from its start until the step has noticed that it is complete.
-        exposed: Time that the step has waited for each collective, with nothing else to do.
-    """
-
-    segments: list[list[float]]
-    wire: list[float]
-    exposed: list[float]
+    segments: list[list[float]]  # between the starts of consecutive collectives; last, of segments after all starts
+    wire: list[float]  # of each collective, from its start until the step has noticed that it is complete
+    exposed: list[float]  # that the step has waited for each collective, with nothing else to do
 
     @property
     def encode_seconds(self) -> float:
@@ -70,18 +64,13 @@ class Taken(NamedTuple):
 
     @property
     def exposed_seconds(self) -> float:
-        """Time of all waiting."""
         return sum(self.exposed)
 
 
 class Observer:
     """Observer that names the pieces of steps for torch's profiler, and measures and prints them.
 
-    Each context encloses one piece, started on `stream` of `device`.
-
-    Args:
-        debug: The level of FNDDP_DEBUG: 1 prints plans, 2 also prints measured times of some steps.
-        measures: Whether steps are measured.
+    `debug` is `debug_level()`.
     """
 
     def __init__(self, debug: int = 0, *, measures: bool = False) -> None:
@@ -96,32 +85,21 @@ class Observer:
         if self._debug and groups.rank(None) == 0:
             print(text.show(plan), file=sys.stderr)
 
-    def begins(self) -> None:
-        """Record that a step begins, and drop the last one."""
-        self._pieces = []
-
-    def computes(self, segment: Segment, device: Device, stream: Stream) -> AbstractContextManager[object]:
-        """Enclose the computation of a segment."""
-        return self._piece(range_of(segment), "computes", -1, device, stream)
-
-    def launches(self, collective: Collective, device: Device, stream: Stream) -> AbstractContextManager[object]:
-        """Enclose the start of a collective."""
-        return self._piece(f"{collective.name} launch", "launches", collective.index, device, stream)
-
-    def waits(self, collective: Collective, device: Device, stream: Stream) -> AbstractContextManager[object]:
-        """Enclose the wait for a collective."""
-        return self._piece(f"{collective.name} wait", "waits", collective.index, device, stream)
+    def begins(self, device: Device, stream: Stream) -> None:
+        """Record that a step begins on `stream` of `device`, and drop the last one."""
+        self._device, self._stream, self._pieces = device, stream, []
 
     @contextmanager
-    def _piece(self, name: str, piece: Piece, index: int, device: Device, stream: Stream) -> Generator[None]:
+    def piece(self, piece: Piece, of: Segment | Collective) -> Generator[None]:
+        """Enclose the computation of a segment, or the launch of a collective, or the wait for it."""
+        name, index = (range_of(of), -1) if isinstance(of, Segment) else (f"{of.name} {piece}", of.index)
         with profiled(name):
             if not self.measures:
                 yield
                 return
-            begun = device.mark(stream)
+            begun = self._device.mark(self._stream)
             yield
-            self._pieces.append((piece, index, begun, device.mark(stream)))
-        self._device = device
+            self._pieces.append((piece, index, begun, self._device.mark(self._stream)))
 
     def ends(self, plan: PlanData) -> None:
         """Record that a step of `plan` has ended. To print it, wait for the device."""
@@ -137,9 +115,9 @@ class Observer:
         segments, wire, exposed = [list[float]()], [0.0] * collectives, [0.0] * collectives
         issued: dict[int, Mark] = {}
         for piece, index, begin, end in self._pieces:
-            if piece == "computes":
+            if piece == "compute":
                 segments[-1].append(self._device.seconds(begin, end))
-            elif piece == "launches":
+            elif piece == "launch":
                 issued[index] = begin
                 segments.append([])
             else:

@@ -95,7 +95,7 @@ class Simulation:
         leaves, spec = tree.flatten(grads)
         require_rows(leaves, self.world_size)
         first = tree.unflatten(spec, {path: leaf[0] for path, leaf in leaves.items()})
-        with self._within(torch.zeros((), dtype=torch.int64, device="cpu")):
+        with within(World(simulated=self._ranks(torch.zeros((), dtype=torch.int64, device="cpu")))):
             state = self.sync.init(first)
         return with_rows(state, self.world_size)
 
@@ -207,9 +207,6 @@ class Simulation:
 
     def _ranks(self, rank: Tensor) -> SimulatedRanks:
         return SimulatedRanks(self.world_size, rank, self.groups)
-
-    def _within(self, rank: Tensor) -> Any:
-        return within(World(simulated=self._ranks(rank)))
 
     def _agreed(self, path: str, rows: Tensor) -> Tensor:
         if not torch.equal(_bits(rows), _bits(rows[:1].expand_as(rows))):

@@ -1,12 +1,13 @@
 """Find the pipeline with the shortest step among those with a final loss near the plain mean's. See `fnddp tune`."""
 
+import ast
 import math
 import statistics
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,15 +18,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fnddp.core.options import checked_int
 from fnddp.core.parse import parse
 from fnddp.core.sync import Sync, all_in
+from fnddp.core.syntax import expression_of
 from fnddp.core.tree import Leaves
 from fnddp.cost.estimate import Compute, Links, MeanStepCost
 from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
-from fnddp.run.choose import MARGIN, candidates, choice
-from fnddp.run.choose_owned import Hops, Pair, choose_owned, owned_plans, pairs
+from fnddp.run.choose import MARGIN, choice
+from fnddp.run.choose_owned import Hops, Pair, choose_owned, owned_plans
 from fnddp.run.hops import first_hop, is_muon, second_hop, several
 from fnddp.run.measure import measure_backward, measure_segments
 from fnddp.schedules.choose import warmup
+from fnddp.show.text import count
 from fnddp.simulation.training import simulate_training
 from fnddp.transforms.memory import shared_momentum, without_momentum
 
@@ -50,32 +53,21 @@ make it many times as slow."""
 
 @dataclass(frozen=True)
 class Compared:
-    """A kind of pipelines that `tune` compares: means, or both hops of owners.
+    """A kind of pipelines that `tune` compares: means, or both hops of owners."""
 
-    Attributes:
-        plain: The lossless pipeline; others must match its loss.
-        called: The same in words.
-        halves: The pipelines that send 16 bits.
-        chooser: The name of the automatic choice, made without training.
-        safe: A function that returns the pipelines without a loss in a study.
-        use: The code that uses one, with `{}` for its texts.
-    """
-
-    plain: str
-    called: str
-    halves: tuple[str, ...]
-    chooser: str
-    safe: Callable[[], Collection[str]]
-    use: str
+    plain: str  # the lossless pipeline; others must match its loss
+    called: str  # the same in words
+    halves: tuple[str, ...]  # the pipelines that send 16 bits
+    chooser: str  # the name of the automatic choice, made without training
+    use: str  # the code that uses one, with `{}` for its texts
 
 
-MEANS = Compared(MEAN, "the plain mean", SIXTEEN_BITS, 'sync="auto"', lambda: candidates("none"), "sync={}")
+MEANS = Compared(MEAN, "the plain mean", SIXTEEN_BITS, 'sync="auto"', "sync={}")
 OWNERS = Compared(
     "two_shot, allgather",
     "exact hops",
     ("bf16(two_shot), allgather", "bf16(two_shot), ef21(bf16(allgather))"),
     "fnddp.choose_owned",
-    lambda: [f"{each.gradients}, {each.weights}" for each in pairs()],
     "fnddp.own(model, optimizer, {})",
 )
 
@@ -113,14 +105,13 @@ def way_of(text: str, *, own: bool) -> Way:
     """
     if not own:
         return parse(text)
-    depths = list(accumulate((character in "([{") - (character in ")]}") for character in text))
-    commas = [i for i, character in enumerate(text) if character == "," and not depths[i]]
-    if len(commas) != 1:
+    _, both = expression_of(text)
+    hops = [ast.unparse(hop) for hop in both.elts] if isinstance(both, ast.Tuple) else []
+    if len(hops) != 2:
         raise ValueError(
             f"{text!r} must be two pipelines, as fnddp.own takes them: 'GRADIENTS, WEIGHTS', such as {OWNERS.plain!r}"
         )
-    first, second = text[: commas[0]], text[commas[0] + 1 :]
-    return Hops(first_hop("tune", first.strip()), second_hop("tune", second.strip()))
+    return Hops(first_hop("tune", hops[0]), second_hop("tune", hops[1]))
 
 
 def text_of(way: Way) -> str:
@@ -431,15 +422,12 @@ class Tuned:
             return f"training with {self.kind.called} diverged; lower --rate"
         if not self._doubtful:
             return None
-        seeds, gaps = len(self.mean.losses), [self.gap(each) for each in self._doubtful]
         names = " and ".join(each.pipeline for each in self._doubtful)
-        wanted = [gap.seeds_to_tell(self.within) for gap in gaps]
-        known = [n for n in wanted if n is not None]
-        enough = len(known) == len(wanted)
-        more = f"raise --seeds to {max(known)}" if enough else "double --steps, or give another --within"
+        wanted = [self.gap(each).seeds_to_tell(self.within) or math.inf for each in self._doubtful]
+        enough = f"raise --seeds to {max(wanted)}" if math.inf not in wanted else ""
         return (
-            f"{seeds} seed{'s' * (seeds > 1)} cannot tell whether {names} end{'s' * (len(gaps) == 1)} within "
-            f"{self.within:.3g} of the loss of {self.kind.called}; {more}"
+            f"{count(len(self.mean.losses), 'seed')} cannot tell whether the loss of {names} is within "
+            f"{self.within:.3g} of that of {self.kind.called}; {enough or 'double --steps, or give another --within'}"
         )
 
     @property
@@ -452,10 +440,8 @@ class Tuned:
             notes = [f"{takes}{', too' if best else ''}"]
         elif self.of(self.chosen) not in self.good:
             notes = [f"{takes}, which ends {self.gap(self.of(self.chosen)).mean:.3g} above {self.kind.called} here"]
-        elif best.pipeline in self.kind.safe():
-            notes = [f"{takes}: it does not know how long backward takes"]
         else:
-            notes = [f"{takes}: it only takes pipelines that are safe in the study, as it does not know your losses"]
+            notes = [f"{takes}: it knows neither your losses nor how long backward takes"]
         faster = replace(self, among=None).winner
         if best is not None and faster is not None and faster is not best and not self._may_win(faster):
             ratio = f"{best.seconds / faster.seconds:.2f}x as fast as {best.pipeline}"
@@ -520,25 +506,28 @@ def tune(
     model = problem.make(0)
     leaves, batch = trained(model), next(problem.batches(ranks, 0, 1))
     made = several(problem.optimizer([p for p in model.parameters() if p.requires_grad])) if own else []
-    chosen = _chosen_hops(model, made, link, ranks) if own else choice(leaves, link, world_size=ranks).taken
+    chosen = None if own else choice(leaves, link, world_size=ranks).taken
+    if any(map(is_muon, made)):  # the study's losses were measured with Muon
+        chosen = text_of(choose_owned(model, made, link, world_size=ranks))
     texts = (kind.plain, *kind.halves, *([] if chosen is None else [chosen]), *pipelines)
     ways = {text_of(way): way for way in (way_of(text, own=own) for text in texts)}
     for sync in (sync for way in ways.values() for sync in syncs_of(way)):
-        _require_mean(sync)
-        _require_warm(sync, steps, own=own)
+        _require_fit(sync, steps, own=own)
     for way in ways.values():
         _optimizers(problem, syncs_of(way)[0], [*leaves.values()])  # raises if they do not fit
     with on_threads(threads):
         tell("timing forward and backward", 0, len(ways))
         compute = measure_backward(problem.loss_of(model), leaves, *(part[0] for part in batch))
-        of_hops = _costs_of_hops(model, made, ways, link, ranks, compute)
+        pairs = [Pair(repr(way.gradients), repr(way.weights)) for way in ways.values() if isinstance(way, Hops)]
+        plans = [*owned_plans("tune", model, made, pairs, ranks, device=None).values()] if own else []
+        measured: dict[int, tuple[float, ...]] = {}
         costs: list[Outcome] = []
         for i, (text, way) in enumerate(ways.items()):
             tell(f"timing {text}", i, len(ways))
             if isinstance(way, Sync):
                 costs.append(cost(way, leaves, link, ranks, compute, bucket_cap_mb))
             else:
-                costs.append(of_hops(text))
+                costs.append(_cost_of_hops(text, *plans[i], link, compute, measured))
     losses: dict[str, list[float]] = {text: [] for text in ways}
 
     def tuned() -> Tuned:
@@ -587,44 +576,20 @@ def cost(sync: Sync, leaves: Leaves, link: Links, n: int, compute: Compute, buck
     return Outcome(repr(sync), round(step.wire_bytes), round(step.link_bytes), step, ())
 
 
-def _costs_of_hops(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    ways: Mapping[str, Way],
-    link: Links,
-    n: int,
-    compute: Compute,
-) -> Callable[[str], Outcome]:
-    """Return a function of a text in `ways` that returns the cost of a step; it measures each hop's segments once."""
-    hops = {
-        text: Pair(repr(way.gradients), repr(way.weights)) for text, way in ways.items() if not isinstance(way, Sync)
-    }
-    plans = owned_plans("tune", model, optimizers, [*hops.values()], n, device=None) if hops else {}
-    segments: dict[int, tuple[float, ...]] = {}  # by hop, because pairs may share hops
-
-    def timed(plan: Plan) -> tuple[float, ...]:
-        if id(plan) not in segments:
-            segments[id(plan)] = measure_segments(plan)
-        return segments[id(plan)]
-
-    def cost_of(text: str) -> Outcome:
-        first, back = plans[hops[text]]
-        step = first.predict(link, replace(compute, segments=timed(first)))
-        for plan in back:  # it overlaps with no backward
-            step = step.followed_by(plan.predict(link, Compute(segments=timed(plan))))
-        return Outcome(text, step.wire_bytes, step.link_bytes, MeanStepCost(((step, 1),)), ())
-
-    return cost_of
+def _cost_of_hops(
+    text: str, first: Plan, back: Sequence[Plan], link: Links, compute: Compute, measured: dict[int, tuple[float, ...]]
+) -> Outcome:
+    """Return the cost of a step; `measured` has the segments of plans by their id, because pairs may share hops."""
+    for plan in (first, *back):
+        if id(plan) not in measured:
+            measured[id(plan)] = measure_segments(plan)
+    step = first.predict(link, replace(compute, segments=measured[id(first)]))
+    for plan in back:  # it overlaps with no backward
+        step = step.followed_by(plan.predict(link, Compute(segments=measured[id(plan)])))
+    return Outcome(text, step.wire_bytes, step.link_bytes, MeanStepCost(((step, 1),)), ())
 
 
-def _chosen_hops(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], link: Links, ranks: int) -> str | None:
-    """Return the choice of `choose_owned`; None without Muon, because its losses were measured with Muon."""
-    if not any(map(is_muon, optimizers)):
-        return None
-    return text_of(choose_owned(model, optimizers, link, world_size=ranks))
-
-
-def _require_mean(sync: Sync) -> None:
+def _require_fit(sync: Sync, steps: int, *, own: bool) -> None:
     if named := [group for group in sync.groups or () if group is not None]:
         raise ValueError(
             f"tune: {sync!r} reduces over process group {sorted(named)[0]!r}, but tune's virtual ranks form one group; "
@@ -632,9 +597,6 @@ def _require_mean(sync: Sync) -> None:
         )
     if not sync.ops:
         raise ValueError(f"tune: {sync!r} exchanges nothing, so ranks would train independently; add a reducer")
-
-
-def _require_warm(sync: Sync, steps: int, *, own: bool) -> None:
     for each in all_in(sync):
         if isinstance(each, warmup) and own:
             raise ValueError(f"tune: {sync!r} begins with another hop, but tune costs the first step; remove warmup")
@@ -647,7 +609,6 @@ def _require_warm(sync: Sync, steps: int, *, own: bool) -> None:
 
 @contextmanager
 def on_threads(n: int) -> Generator[None]:
-    """Run the block with `n` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     try:

@@ -176,7 +176,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
             self._steps.require_same_world()
         try:
             # Autograd has saved some of them for backward, and must not notice that they changed.
-            with torch.no_grad(), torch_private.keeping_versions(list(named.values())):
+            with torch.no_grad(), torch_private.keeping_versions(tuple(named.values())):
                 if self._buffer_hook is not None:
                     self._steps.futures += self._buffer_hook(named) or ()
                 else:

@@ -316,7 +316,7 @@ def _require_weighted_alike(sync: Sync, model: nn.Module) -> None:
 
 def is_compressed(model: nn.Module) -> bool:
     """Return True if `compress_replicas` was called for `model`, or for a part of it."""
-    hooks = (hook for module in model.modules() for hook in torch_private.forward_hooks(module))
+    hooks = (hook for module in model.modules() for hook in torch_private.forward_hooks(module).values())
     return any(isinstance(getattr(hook, "__self__", None), Replicas) for hook in hooks)
 
 
