@@ -466,21 +466,11 @@ def test_each_event_leaves_a_way_in_as_it_was_or_is_refused(gloo: Any, tmp_path:
 # Other numbers of ranks, whose mean is the same: all have the same data, and one rank alone encodes nothing
 
 
-def save_and_go_on(rank: int, name: str, folder: str) -> list[Any]:
+def go_on_alike(rank: int, name: str, folder: str, loads: bool) -> list[Any]:
     training = WAYS[name](WAYS[name].plain)
-    for step in range(2):
+    for step in range(0 if loads else 2):
         training.step(training.batch(0, step))
-    training.save(Path(folder))
-    return go_on_alone(training)
-
-
-def load_and_go_on(rank: int, name: str, folder: str) -> list[Any]:
-    training = WAYS[name](WAYS[name].plain)
-    training.load(Path(folder))
-    return go_on_alone(training)
-
-
-def go_on_alone(training: Way) -> list[Any]:
+    (training.load if loads else training.save)(Path(folder))
     for step in range(2, 4):
         training.step(training.batch(0, step))
     training.end()
@@ -490,8 +480,8 @@ def go_on_alone(training: Way) -> list[Any]:
 @pytest.mark.parametrize("n", [1, pytest.param(4, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", RESHARDED)
 def test_another_number_of_ranks_loads_a_checkpoint(gloo: Any, tmp_path: Path, name: str, n: int) -> None:
-    want = gloo(WAYS[name].ranks, save_and_go_on, name, str(tmp_path))[0]
-    assert gloo(n, load_and_go_on, name, str(tmp_path)) == [want] * n
+    want = gloo(WAYS[name].ranks, go_on_alike, name, str(tmp_path), False)[0]
+    assert gloo(n, go_on_alike, name, str(tmp_path), True) == [want] * n
 
 
 # Failures at random points
