@@ -5,9 +5,8 @@ import gc
 import pickle
 import random
 import threading
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -27,45 +26,20 @@ pytestmark = pytest.mark.thorough
 TWO_ROUNDS = ("two_shot", "powersgd(allreduce, rank=4)")
 
 
-def models_of(text: str, is_weighed: bool = False) -> list[nn.Module]:
+def models_of(text: str) -> list[nn.Module]:
     """Two models of equal shapes, whose messages could be taken for each other's."""
     groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(2)]
-    sync = fnddp.parse(f"weighted({text})" if is_weighed else text)
-    return [fnddp.DistributedDataParallel(nn.Linear(4, 4), sync=sync, process_group=g) for g in groups]
-
-
-@contextmanager
-def in_weights(models: list[Any], weight: float | None) -> Generator[None]:
-    with ExitStack() as stack:
-        for model in models if weight is not None else ():
-            stack.enter_context(model.weight(weight))
-        yield
+    return [fnddp.DistributedDataParallel(nn.Linear(4, 4), sync=text, process_group=g) for g in groups]
 
 
 def loss_of(models: list[nn.Module], which: int, rank: int) -> torch.Tensor:
     return models[which](torch.ones(1, 4) * (which + 1) * (rank + 1)).sum()
 
 
-def require_means(models: list[nn.Module], is_weighed: bool = False) -> None:
-    """Require the means of gradients that are 1, 2, ... times the number of the model; weights are alike."""
-    ranks = range(1, dist.get_world_size() + 1)
-    mean = sum(rank * rank for rank in ranks) / sum(ranks) if is_weighed else sum(ranks) / len(ranks)
+def require_means(models: list[nn.Module]) -> None:
+    """Require the means of gradients that are, on two ranks, 1 and 2 times the number of the model."""
     for which, model in enumerate(models):
-        torch.testing.assert_close(model.module.weight.grad, torch.full((4, 4), (which + 1) * mean))
-
-
-@pytest.mark.parametrize("is_weighed", [False, True])
-@pytest.mark.parametrize("text", TWO_ROUNDS)
-@on_ranks(3, seconds=SECONDS)
-def test_one_backward_through_two_models_in_another_order_on_each_rank(rank: int, text: str, is_weighed: bool) -> None:
-    models = models_of(text, is_weighed)
-    for _ in range(4):
-        for model in models:
-            model.zero_grad()
-        order = (0, 1) if rank == 0 else (1, 0)
-        with in_weights(models, 1 + rank if is_weighed else None):
-            sum(loss_of(models, which, rank) for which in order).backward()
-        require_means(models, is_weighed)
+        torch.testing.assert_close(model.module.weight.grad, torch.full((4, 4), (which + 1) * 1.5))
 
 
 @pytest.mark.parametrize("text", TWO_ROUNDS)
@@ -195,31 +169,31 @@ def test_a_rank_that_does_not_set_up(rank: int) -> None:
     dist.barrier()
 
 
-def test_an_interrupt_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-
+@on_ranks(1)
+def test_an_interrupt_is_raised_once(rank: int) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    try:
-        monkeypatch.setattr("fnddp.wire.c10d.connect_again", interrupted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fnddp.wire.c10d.connect_again", interrupted)
         for error in (KeyboardInterrupt, CollectiveError):
             with pytest.raises(error):
                 dedicated_to(dist.GroupMember.WORLD, "this")
-    finally:
-        dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("seed", [0, 8, 9, 15])
+@pytest.mark.parametrize("seed", [0, 6, 8, 9])
 @on_ranks(2, 3, seconds=2 * SECONDS)
 def test_errors_anywhere_in_backwards_through_three_models(rank: int, seed: int) -> None:
-    """Any of them share a process group; they come in any order, on groups of their own in another on each rank."""
+    """Any of them share a process group; they come in any order, on groups of their own in another on each rank.
+
+    Their messages could be taken for each other's, and would give ranks other means.
+    """
     alike, own = random.Random(seed), random.Random(100 * seed + rank)
-    for _ in range(6):
+    for text in ("allreduce", *TWO_ROUNDS) * 2:
         groups = [dist.new_group(timeout=timedelta(seconds=20)) for _ in range(3)]
         on = [alike.randrange(3) for _ in range(3)]
         is_weighed, fails = alike.choice([False, True]), alike.randrange(3)
-        sync = fnddp.parse("weighted(allreduce)" if is_weighed else "allreduce")
+        sync = fnddp.parse(f"weighted({text})" if is_weighed else text)
         models = [fnddp.DistributedDataParallel(Hooked(), sync=sync, process_group=groups[which]) for which in on]
         for step in range(5):
             order = alike.sample(range(3), 3)
@@ -230,11 +204,12 @@ def test_errors_anywhere_in_backwards_through_three_models(rank: int, seed: int)
             for model in models:
                 model.zero_grad()
             expected = ZeroDivisionError if rank in failing else fnddp.StepFailedError
-            with (
-                pytest.raises(expected) if failing else nullcontext(),
-                in_weights(models, 1 + rank if is_weighed else None),
-            ):
-                sum(models[i](batch(rank, step), hooks.get(i)).sum() for i in order).backward()
+            with ExitStack() as stack:
+                if failing:
+                    stack.enter_context(pytest.raises(expected))
+                for model in models if is_weighed else ():
+                    stack.enter_context(model.weight(1 + rank))
+                sum(models[i]((i + 1) * batch(rank, step), hooks.get(i)).sum() for i in order).backward()
             if not failing:
                 assert_equal_on_ranks(*map(grads_of, models))
 

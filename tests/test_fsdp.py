@@ -21,6 +21,12 @@ SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
 IN_16_BITS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
+def replicated(sync: Any, *shape: int, **options: Any) -> tuple[Any, Any]:
+    mesh = meshes(*(shape or (2, 2)))
+    model = sharded(mesh["shard"], **options)
+    return model, compress_replicas(model, sync, mesh["replicate"])
+
+
 @pytest.mark.parametrize(
     ("sync", "options"),
     [("allreduce", {}), ("allreduce", {"checkpointed": True}), ("bf16(allreduce)", {"mp_policy": IN_16_BITS})],
@@ -29,10 +35,8 @@ IN_16_BITS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch
 @on_ranks(4)
 def test_the_plain_mean_is_that_of_hsdp(rank: int, sync: str, options: dict[str, Any]) -> None:
     """To the bit. The second microbatch is sent together with the first, or in a step of its own."""
-    mesh = meshes(2, 2)
-    native = sharded(mesh, **options)
-    ours = sharded(mesh["shard"], seed=rank, **options)  # replicas begin with the first one's parameters
-    replicas = compress_replicas(ours, sync, mesh["replicate"])
+    native = sharded(meshes(2, 2), **options)
+    ours, replicas = replicated(sync, seed=rank, **options)  # replicas begin with the first one's parameters
     for parameter, mine in zip(native.parameters(), ours.parameters(), strict=True):
         parameter.to_local().detach().copy_(mine.to_local())
     steps = batches(5)
@@ -47,9 +51,7 @@ def test_the_plain_mean_is_that_of_hsdp(rank: int, sync: str, options: dict[str,
 @on_ranks(4)
 def test_unused_and_kept_gradients(rank: int) -> None:
     """As torch's DDP: unused on one replica counts as zero, on both it stays None; kept gradients add up."""
-    mesh, (x,) = meshes(2, 2), batches(1)
-    model = sharded(mesh["shard"])
-    replicas = compress_replicas(model, SYNC, mesh["replicate"])
+    (model, replicas), (x,) = replicated(SYNC), batches(1)
     parameters = dict(model.named_parameters())
     loss(model, x, extra=False).backward()
     assert parameters["extra.weight"].grad is None
@@ -77,9 +79,7 @@ def test_unused_and_kept_gradients(rank: int) -> None:
 @on_ranks(4)
 def test_what_a_residual_sends_of_an_unused_leaf_is_its_gradient(rank: int) -> None:
     """On all shards, also on those that have nothing of it: the norm of all shards is a collective."""
-    mesh, (x,) = meshes(2, 2), batches(1)
-    model = sharded(mesh["shard"])
-    replicas = compress_replicas(model, "error_feedback(topk(allgather, k=1))", mesh["replicate"])
+    (model, replicas), (x,) = replicated("error_feedback(topk(allgather, k=1))"), batches(1)
     parameters = dict(model.named_parameters())
     state = replicas.sync_state
     before = torch.full_like(state.residual["extra.weight"], 0.0 if rank % 2 else 2.0)
@@ -102,21 +102,17 @@ def test_what_a_residual_sends_of_an_unused_leaf_is_its_gradient(rank: int) -> N
 @on_ranks(4)
 def test_what_needs_whole_leaves_is_refused_between_replicas_of_several_shards(rank: int) -> None:
     """Each shard would be scaled by a norm of its own."""
-    mesh, sync = meshes(2, 2), "clip_by_global_norm(allreduce, 1.0)"
+    sync = "clip_by_global_norm(allreduce, 1.0)"
     with pytest.raises(
         TypeError, match=r"needs whole leaves, but here each rank has only a shard of each leaf; .*clip_grad_norm_"
     ):
-        compress_replicas(sharded(mesh["shard"]), sync, mesh["replicate"])
-    mesh = meshes(4, 1)
-    compress_replicas(sharded(mesh["shard"]), sync, mesh["replicate"])
+        replicated(sync)
+    replicated(sync, 4, 1)
 
 
 @on_ranks(4)
 def test_what_a_last_backward_leaves_out_is_sent_with_it(rank: int) -> None:
-    mesh, (x,) = meshes(2, 2), batches(1)
-    in_two, in_one = sharded(mesh["shard"]), sharded(mesh["shard"])
-    replicas = compress_replicas(in_two, allreduce, mesh["replicate"])
-    compress_replicas(in_one, allreduce, mesh["replicate"])
+    (in_two, replicas), (in_one, _), (x,) = replicated(allreduce), replicated(allreduce), batches(1)
     with replicas.no_sync():
         loss(in_two, x).backward()
     loss(in_two, x, extra=False).backward()
@@ -132,8 +128,7 @@ def test_what_would_not_be_synchronized_raises(rank: int) -> None:
         compress_replicas(Net(), SYNC, mesh["replicate"])
     with pytest.raises(TypeError, match=r"'layers.0.weight' is on .* FSDP reduces between them already"):
         compress_replicas(sharded(mesh), SYNC, mesh["replicate"])
-    model = sharded(mesh["shard"], frozen=True)
-    replicas = compress_replicas(model, allreduce, mesh["replicate"])
+    model, replicas = replicated(allreduce, frozen=True)
     loss(model, x).backward()
     model.layers[1].weight.requires_grad_(True)
     with torch.no_grad():
@@ -169,9 +164,7 @@ def test_replicas_of_all_shards_take_one_measured_pipeline(rank: int, tmp_path: 
         taken: list[Any] = []
         for fast in (rank % 2 == 0, False, True):
             patch.setattr(choosing, "measure_link", lambda *_, fast=fast, **__: Link(1e12 if fast else 1e2))
-            mesh = meshes(2, 2)
-            model = sharded(mesh["shard"])
-            taken.append((model, compress_replicas(model, "auto", mesh["replicate"])))
+            taken.append(replicated("auto"))
         first, slow, last = taken
         chosen = everyones([repr(each.sync.over(None)) for _, each in (first, slow, last)])
         assert chosen == [[repr(slow[1].sync.over(None))] * 2 + ["allreduce"]] * 4
@@ -185,9 +178,7 @@ def test_replicas_of_all_shards_take_one_measured_pipeline(rank: int, tmp_path: 
 @on_ranks(2)
 def test_gradients_of_inputs_on_one_replica_are_no_step(rank: int) -> None:
     """An evaluation of the first replica alone, as it would be without replicas."""
-    mesh = meshes(2, 1)
-    model = sharded(mesh["shard"])
-    replicas = compress_replicas(model, SYNC, mesh["replicate"])
+    model, replicas = replicated(SYNC, 2, 1)
     for x in batches(3):
         if rank == 0:
             inputs = x.clone().requires_grad_()

@@ -72,11 +72,20 @@ class Sharded:
         return [p.full_tensor().detach() for p in self.net.parameters()]
 
 
-def reference(rank: int, steps: int) -> list[Tensor]:
+def with_momentum(model: nn.Module) -> torch.optim.Muon:
+    muon = muon_of(model)
+    for p in muon.param_groups[0]["params"]:
+        muon.state[p]["momentum_buffer"] = p.detach().clone()
+    return muon
+
+
+def reference(rank: int, steps: int, muon_of: Callable[[nn.Module], Any] = muon_of, clip: float = 0.0) -> list[Tensor]:
     model = net()
     muon, wrapped = muon_of(model), fnddp.DistributedDataParallel(model, sync="two_shot")
     for step in range(steps):
         (wrapped(batch(rank, step)) - 1).square().mean().backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         muon.step()
         model.zero_grad()
     return list(model.parameters())
@@ -121,16 +130,11 @@ def test_few_bits_both_ways(rank: int):
 
 @on_ranks(2)
 def test_gradients_that_are_clipped_count(rank: int):
-    sharded, model = Sharded(), net()
-    muon, wrapped = muon_of(model), fnddp.DistributedDataParallel(model, sync="two_shot")
+    sharded = Sharded()
     sharded.backward(rank, 0)
-    (wrapped(batch(rank, 0)) - 1).square().mean().backward()
-    for each in (sharded.net, model):
-        norm = torch.nn.utils.clip_grad_norm_(each.parameters(), 0.01)
-        assert norm > 0.01
+    assert torch.nn.utils.clip_grad_norm_(sharded.net.parameters(), 0.01) > 0.01
     sharded.muon.step()
-    muon.step()
-    for got, want in zip(sharded.weights(), model.parameters(), strict=True):
+    for got, want in zip(sharded.weights(), reference(rank, 1, clip=0.01), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-3)  # Muon computes in bfloat16
 
 
@@ -217,21 +221,10 @@ def test_gradients_that_a_rank_lacks_are_an_error_on_all_ranks(rank: int):
 
 @on_ranks(2)
 def test_a_state_of_shards_goes_to_the_owners(rank: int):
-    sharded = Sharded(wraps=False)
-    for p in sharded.muon.param_groups[0]["params"]:
-        sharded.muon.state[p]["momentum_buffer"] = p.detach().clone()
-    own_matrices(sharded.net, sharded.muon)
+    sharded = Sharded(muon=with_momentum)
     for step in range(2):
         sharded.step(rank, step)
-    model = net()
-    muon, wrapped = muon_of(model), fnddp.DistributedDataParallel(model, sync="two_shot")
-    for p in muon.param_groups[0]["params"]:
-        muon.state[p]["momentum_buffer"] = p.detach().clone()
-    for step in range(2):
-        (wrapped(batch(rank, step)) - 1).square().mean().backward()
-        muon.step()
-        model.zero_grad()
-    assert all(map(torch.equal, sharded.weights(), model.parameters()))
+    assert all(map(torch.equal, sharded.weights(), reference(rank, 2, with_momentum)))
     other = Sharded(wraps=False)
     if rank == 1:
         other.muon.state[other.net[0].weight]["momentum_buffer"] = torch.zeros(6, 9)
@@ -248,21 +241,6 @@ def test_parameters_that_are_replaced_are_an_error_on_all_ranks(rank: int):
         sharded.net.load_state_dict(sharded.net.state_dict(), assign=True)
     with pytest.raises((RuntimeError, StepFailedError), match="'0.weight' was replaced in the model|on another rank"):
         sharded.muon.step()
-
-
-@on_ranks(2)
-def test_what_is_no_sharded_matrix_is_refused_on_all_ranks(rank: int):
-    plain, sharded = net(), fully_shard(net(), mesh=meshes(2, names="shard"))
-    with pytest.raises(TypeError, match="'0.weight' is float32.*call fully_shard first"):
-        own_matrices(plain, muon_of(plain))
-    with pytest.raises(TypeError, match="not a matrix that FSDP2 shards"):
-        own_matrices(sharded, torch.optim.SGD(sharded.parameters()))
-    with pytest.raises(ValueError, match="not the model's"):
-        own_matrices(sharded, muon_of(plain))
-    with pytest.raises(TypeError, match="ef21"):
-        own_matrices(sharded, muon_of(sharded), "ef21(quantize(allgather))")
-    with pytest.raises(fnddp.RankMismatchError, match="gradients"):
-        own_matrices(sharded, muon_of(sharded), "allgather" if rank else "bf16(allgather)")
 
 
 @on_ranks(2)
@@ -301,18 +279,24 @@ def test_an_error_of_a_codec_is_one_on_all_ranks(rank: int, hop: str):
 
 
 @on_ranks(2)
-def test_what_own_refuses_is_refused_for_matrices(rank: int, tmp_path: Path):
-    sharded = Sharded()
-    for other, error, text in (
-        (sharded.muon, TypeError, "is already used by"),
-        (torch.optim.LBFGS([sharded.net[0].weight]), TypeError, "LBFGS evaluates a closure"),
-        (torch.optim.Muon, TypeError, "expected an optimizer"),
-        (torch.optim.Muon([sharded.net[2].weight], lr=0.1 + rank), fnddp.RankMismatchError, "rates of Muon"),
-    ):
+def test_what_does_not_fit_is_refused_on_all_ranks(rank: int):
+    plain, sharded, fits = net(), Sharded(), fully_shard(net(), mesh=meshes(2, names="shard"))
+    averages = "ef21(quantize(allgather), eta=0.5)"
+    bad: list[tuple[Any, Any, tuple[str, ...], type[Exception], str]] = [
+        (plain, muon_of(plain), (), TypeError, "'0.weight' is float32.*call fully_shard first"),
+        (fits, torch.optim.SGD(fits.parameters()), (), TypeError, "not a matrix that FSDP2 shards"),
+        (fits, muon_of(plain), (), ValueError, "not the model's"),
+        (fits, muon_of(fits), ("ef21(quantize(allgather))",), TypeError, "ef21"),
+        (fits, muon_of(fits), ("allgather", averages), TypeError, "own_matrices: weights=.*without an average"),
+        (fits, muon_of(fits), ("allgather" if rank else "bf16(allgather)",), fnddp.RankMismatchError, "gradients"),
+        (sharded.net, sharded.muon, (), TypeError, "is already used by"),
+        (fits, torch.optim.LBFGS([fits[0].weight]), (), TypeError, "LBFGS evaluates a closure"),
+        (fits, torch.optim.Muon, (), TypeError, "expected an optimizer"),
+        (fits, torch.optim.Muon([fits[2].weight], lr=0.1 + rank), (), fnddp.RankMismatchError, "rates of Muon"),
+    ]
+    for wrong, optimizer, hops, error, text in bad:
         with pytest.raises(error, match=text):
-            own_matrices(sharded.net, other)
-    with pytest.raises(TypeError, match="own_matrices: weights=.*without an average"):
-        own_matrices(sharded.net, muon_of(sharded.net), weights="ef21(quantize(allgather), eta=0.5)")
+            own_matrices(wrong, optimizer, *hops)
     saved = sharded.matrices.optimizer_state_dict()
     saved["param_groups"][0]["params"] = ["0.weight"]
     with pytest.raises(ValueError, match="names differ"):

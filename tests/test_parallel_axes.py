@@ -268,18 +268,6 @@ def in_one_process() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), block)
 
 
-def assert_trained(model: nn.Module, want: dict[str, Tensor], own: int, tolerance: float) -> None:
-    for name, p in model.named_parameters():
-        expected = want[name.replace("expert.0", f"expert.{own}")]
-        torch.testing.assert_close(p.full_tensor(), expected, rtol=1e-4, atol=tolerance, msg=name)
-
-
-def grads_by_name(plain: nn.Module, mesh: DeviceMesh) -> list[Tensor]:
-    """The gradients of one process, of the experts that this rank has."""
-    other = f"expert.{1 - mesh.get_local_rank('expert')}"
-    return [p.grad for name, p in plain.named_parameters() if p.grad is not None and other not in name]
-
-
 has_groups = pytest.mark.skipif(
     not hasattr(_fsdp_common, "ShardPlacementResult"), reason="in torch 2.11 parameters of a module have one mesh"
 )
@@ -303,7 +291,10 @@ def test_meshes_of_one_module_have_pipelines_of_their_own(rank: int, gradients: 
     model, plain = in_one_module(mesh, 1.0), in_one_process()
     handle = compress_shards(model, gradients, weights)
     want = trained_alike(rank, model, plain)
-    assert_trained(model, want, mesh.get_local_rank("expert"), 1e-6 if gradients == TWO_SHOT else 5e-3)
+    own, tolerance = f"expert.{mesh.get_local_rank('expert')}", 1e-6 if gradients == TWO_SHOT else 5e-3
+    for name, p in model.named_parameters():
+        expected = want[name.replace("expert.0", own)]
+        torch.testing.assert_close(p.full_tensor(), expected, rtol=1e-4, atol=tolerance, msg=name)
     assert [*handle.traffic] == ["", "1[0]", "1[1]"]
     assert [(axis.name, axis.ranks) for axis in handle.plan.axes] == [
         *(("gradients", 4), ("gradients", 2), ("weights", 4), ("weights", 2))
@@ -361,8 +352,10 @@ def test_weights_of_tokens_on_two_meshes(rank: int) -> None:
     tokens = sum(sizes[:2] if rank < 2 else sizes[2:])
     with handle.weight(tokens):
         (model(x).square().sum() / (tokens / 2 * 8)).backward()
-    for (name, p), want in zip(model.named_parameters(), grads_by_name(plain, mesh), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), want, rtol=1e-4, atol=5e-3 if "expert" in name else 1e-6)
+    own, grads = f"expert.{mesh.get_local_rank('expert')}", {name: p.grad for name, p in plain.named_parameters()}
+    for name, p in model.named_parameters():
+        want, tolerance = grads[name.replace("expert.0", own)], 5e-3 if "expert" in name else 1e-6
+        torch.testing.assert_close(p.grad.full_tensor(), want, rtol=1e-4, atol=tolerance)
     state = handle.sync_state
     with (
         pytest.raises((ValueError, StepFailedError), match=r"must all give one weight|failed"),
@@ -392,12 +385,13 @@ def test_a_checkpoint_keeps_what_experts_of_each_mesh_have_lost(rank: int, tmp_p
 def test_parameters_that_travel_together_have_one_pipeline(rank: int) -> None:
     mesh = meshes(2, 2, names="expert_shard expert")
     together = r"sends '1.router.weight' and '1.out.weight' together, and they match '\*router\*' and '\*'"
-    with pytest.raises(TypeError, match=together):
-        compress_shards(in_one_module(mesh, 1.0), {"*router*": TWO_SHOT, "*": LOSSY})
-    with pytest.raises(ValueError, match=r"pattern '\*.bert.\*' gets none"):
-        compress_shards(in_one_module(mesh, 1.0), {"*.bert.*": TWO_SHOT, "*": LOSSY})
-    with pytest.raises(TypeError, match="all_reduce does not fit the flat buffers that FSDP sends"):
-        compress_shards(in_one_module(mesh, 1.0), {"*.expert.*": "allreduce", "*": LOSSY})
+    for pattern, text, error, says in (
+        ("*router*", TWO_SHOT, TypeError, together),
+        ("*.bert.*", TWO_SHOT, ValueError, r"pattern '\*.bert.\*' gets none"),
+        ("*.expert.*", "allreduce", TypeError, "all_reduce does not fit the flat buffers that FSDP sends"),
+    ):
+        with pytest.raises(error, match=says):
+            compress_shards(in_one_module(mesh, 1.0), {pattern: text, "*": LOSSY})
 
 
 class Decoder(nn.Module):

@@ -1,7 +1,7 @@
 """Codecs on what FSDP2 sends between shards, on gloo ranks, against FSDP2 itself and one process with all batches."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -45,26 +45,12 @@ def sent(handle: Any, what: str, only: str | None = None) -> int:
     )
 
 
-class Whole(nn.Module):
-    """A model with parameters of its own, which FSDP leaves whole after a forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.inner = nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.own(x))
-
-
 def change(*models: nn.Module, by: Callable[[Tensor], Tensor]) -> None:
     """Change all weights, as an optimizer does."""
     with torch.no_grad():
         for model in models:
             for p in model.parameters():
                 p.copy_(by(p))
-
-
-def nothing(_: bool) -> None: ...
 
 
 def along_columns(parameter: nn.Parameter) -> Shard | None:
@@ -206,14 +192,26 @@ def test_differences_of_weights_end_at_the_weights(rank: int) -> None:
 @pytest.mark.parametrize("weights", ["ef21(quantize(allgather, bits=4))", "ef21(topk(allgather, ratio=0.1))"])
 @on_ranks(2)
 def test_differences_follow_weights_whoever_writes_them(rank: int, weights: str) -> None:
-    """They are written by an optimizer, a loaded checkpoint, or into the tensors; on one rank, and not finite."""
-    (x,) = batches(1)
+    """They are written by an optimizer, a loaded checkpoint, or into the tensors; on one rank, and not finite.
+
+    A backward finds those of its forward, also where other forwards came between.
+    """
+    x, y = batches(2)
     ours, plain, other = sharded(), sharded(), sharded(seed=1)
     handle = compress_shards(ours, "two_shot", weights)
     for model in (ours, plain):
         train(model, batches(3))  # with which a loaded model is not compared: codecs have had their errors
     with torch.inference_mode():  # an evaluation
         loss(ours, x)
+    loss(ours, x).backward()
+    want = whole_grads(ours)
+    ours.zero_grad()
+    value = loss(ours, x)
+    with torch.no_grad():
+        loss(ours, y)
+    loss(ours, y)
+    value.backward()
+    assert bits(whole_grads(ours)) == bits(want)
     for values in (other.state_dict(), {name: 1.05 * value for name, value in other.state_dict().items()}):
         for model in (ours, plain):
             model.load_state_dict(values)
@@ -235,30 +233,12 @@ def test_differences_follow_weights_whoever_writes_them(rank: int, weights: str)
 
 
 @on_ranks(2)
-def test_backward_finds_the_differences_of_its_forward(rank: int) -> None:
-    """Also where other forwards came between."""
-    x, y = batches(2)
-    ours = sharded(reshard_after_forward=True)
-    compress_shards(ours, "two_shot", "ef21(quantize(allgather, bits=4))")
-    train(ours, batches(2))
-    loss(ours, x).backward()
-    want = whole_grads(ours)
-    ours.zero_grad()
-    value = loss(ours, x)
-    with torch.no_grad():
-        loss(ours, y)
-    loss(ours, y)
-    value.backward()
-    torch.testing.assert_close(whole_grads(ours), want, rtol=0, atol=0)
-
-
-@on_ranks(2)
 def test_compress_after_an_evaluation(rank: int) -> None:
-    """Such as an evaluation before training, after which FSDP leaves the model's own weights whole."""
+    """Such as an evaluation before training, after which FSDP leaves whole what is not in a group of its own."""
     (x,) = batches(1)
     mesh = meshes(1, 2)
-    model = Whole()
-    fully_shard(model.inner, mesh=mesh["shard"])
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    fully_shard(model[1], mesh=mesh["shard"])
     ours: Any = fully_shard(model, mesh=mesh["shard"])
     with torch.no_grad():
         ours(x)
@@ -273,7 +253,7 @@ def test_statistics_are_those_of_the_next_step(rank: int) -> None:
     ours = sharded()
     handle = compress(ours, meshes(2, names="shard"), gradients="quantize(two_shot)", weights="quantize(allgather)")
     told: list[int] = []
-    for set_up in (nothing, ours.set_reshard_after_forward, ours.layers[1].requires_grad_):
+    for set_up in (lambda _: None, ours.set_reshard_after_forward, ours.layers[1].requires_grad_):
         set_up(False)
         loss(ours, x).backward()
         ours.zero_grad()
@@ -463,34 +443,34 @@ ALL_AXES = {
 
 @on_ranks(2)
 def test_what_does_not_fit_raises_on_all_ranks(rank: int) -> None:
+    own_group = "FSDP sends {} over its own group, as {} does"
     refused = {
         "powersgd(allreduce)": "powersgd does not fit the flat buffers that FSDP sends, .* compress_replicas",
         "allreduce": "all_reduce does not fit",
-        "quantize(allgather)": "FSDP sends gradients over its own group, as two_shot does",
+        "quantize(allgather)": own_group.format("gradients", "two_shot"),
         "two_shot(server_memory=True)": "as two_shot does and .* does not",
         "ef21(sign(two_shot))": "ef21 does not fit",
         "shared_momentum(sign(two_shot))": "shared_momentum does not fit",
         "bf16(two_shot, check=True)": "leave out check=True",
     }
-    for text, expected in refused.items():
-        with pytest.raises(TypeError, match=f"gradients=.*{expected}"):
-            compress_shards(sharded(), text)
-    with pytest.raises(TypeError, match="weights=.*FSDP sends weights over its own group, as allgather does"):
-        compress_shards(sharded(), weights="quantize(two_shot)")
-    with pytest.raises(TypeError, match="rounds at random"):
-        compress_shards(sharded(), weights="quantize(allgather, rounding='stochastic')")
-    with pytest.raises(TypeError, match="give a pipeline for gradients, for weights, or both"):
-        compress_shards(sharded())
-    with pytest.raises(TypeError, match="fully_shard was not called on the model itself, a Net"):
-        compress_shards(Net(), "two_shot")
-    model = Net()
+    model, twice, two_shot = Net(), sharded(), {"gradients": "two_shot"}
     partly: Any = fully_shard(model, ignored_params={model.extra.bias})
-    with pytest.raises(TypeError, match=r"parameter 'extra.bias' is not sharded"):
-        compress_shards(partly, "two_shot")
-    twice = sharded()
     compress_shards(twice, "two_shot")
-    with pytest.raises(TypeError, match="Scatter is already set for the module 'layers.0'"):
-        compress_shards(twice, "two_shot")
+    for wrong, hops, expected in (
+        *((sharded(), {"gradients": text}, f"gradients=.*{expected}") for text, expected in refused.items()),
+        (
+            sharded(),
+            {"weights": "quantize(two_shot)"},
+            f"weights=.*{own_group.format('weights', 'allgather')}",
+        ),
+        (sharded(), {"weights": "quantize(allgather, rounding='stochastic')"}, "rounds at random"),
+        (sharded(), {}, "give a pipeline for gradients, for weights, or both"),
+        (Net(), two_shot, "fully_shard was not called on the model itself, a Net"),
+        (partly, two_shot, "parameter 'extra.bias' is not sharded"),
+        (twice, two_shot, "Scatter is already set for the module 'layers.0'"),
+    ):
+        with pytest.raises(TypeError, match=expected):
+            compress_shards(wrong, **hops)
     with pytest.raises(RankMismatchError, match="disagree about gradients: rank 0: bf16.*rank 1: quantize"):
         compress_shards(sharded(), "quantize(two_shot)" if rank else "bf16(two_shot)")
     kind, text = (TypeError, "does not fit") if rank else (RankMismatchError, "rank 1: .*failed with TypeError")
@@ -526,25 +506,23 @@ def test_shards_of_hsdp_and_of_replicas(rank: int) -> None:
 @pytest.mark.thorough
 @on_ranks(4)
 def test_an_error_of_one_rank_before_training_is_one_on_all_axes(rank: int) -> None:
-    mesh = meshes(2, 2)
+    mesh, both = meshes(2, 2), {"gradients": "two_shot", "replicas": "allreduce"}
+    one_differs = "allreduce" if rank else "bf16(allreduce)"
 
-    def attempts() -> Iterator[tuple[int, Callable[[], Any]]]:
-        """The rank that fails, and what all do."""
-        yield 3, lambda: compress_shards(sharded(mesh), "allreduce" if rank == 3 else "two_shot")
-        yield 2, lambda: compress_shards(sharded(mesh), "bf16(two_shot)" if rank > 1 else "two_shot")
-        for who, key, text in ((3, "gradients", "two_sho"), (1, "replicas", "sign(allreduce)")):
-            texts = {"gradients": "two_shot", "replicas": "allreduce", **({key: text} if rank == who else {})}
-            yield who, lambda: compress(sharded(mesh["shard"]), mesh, **texts)  # noqa: B023
-        for key in ("replicas", "gradients"):  # which only one rank gives, or leaves out
-            texts = {
-                "weights": "allgather",
-                **({key: "allreduce" if key == "replicas" else "two_shot"} if rank else {}),
-            }
-            yield -1, lambda: compress(sharded(mesh["shard"]), mesh, **texts)  # noqa: B023
-        text = "bf16(allreduce)" if rank == 0 else "allreduce"
-        yield 0, lambda: compress_replicas(sharded(mesh["shard"]), text, mesh["replicate"])
+    def one_call(**texts: str) -> Any:
+        return compress(sharded(mesh["shard"]), mesh, **texts)
 
-    for who, attempt in attempts():
+    attempts: list[tuple[int, Callable[[], Any]]] = [  # the rank that fails, and what all do
+        (3, lambda: compress_shards(sharded(mesh), "allreduce" if rank == 3 else "two_shot")),
+        (2, lambda: compress_shards(sharded(mesh), "bf16(two_shot)" if rank > 1 else "two_shot")),
+        (3, lambda: one_call(**both | ({"gradients": "two_sho"} if rank == 3 else {}))),
+        (1, lambda: one_call(**both | ({"replicas": "sign(allreduce)"} if rank == 1 else {}))),
+        # Only one rank leaves out a pipeline.
+        (-1, lambda: one_call(weights="allgather", **({"replicas": "allreduce"} if rank else {}))),
+        (-1, lambda: one_call(weights="allgather", **({"gradients": "two_shot"} if rank else {}))),
+        (0, lambda: compress_replicas(sharded(mesh["shard"]), one_differs, mesh["replicate"])),
+    ]
+    for who, attempt in attempts:
         with pytest.raises((TypeError, ValueError) if rank == who else RankMismatchError):
             attempt()
     with pytest.raises(RankMismatchError, match="rank 2: two_shot; rank 3: bf16" if rank > 1 else "rank [23]: .*ranks"):
@@ -600,24 +578,30 @@ def test_one_handle_for_all_axes(rank: int) -> None:
 
 
 @pytest.mark.parametrize("weights", [None, "quantize(allgather)", "ef21(quantize(allgather, bits=4))"])
-@on_ranks(2)
+@on_ranks(2, pytest.param(4, marks=pytest.mark.thorough))
 def test_a_plan_is_of_one_micro_batch(rank: int, weights: str | None) -> None:
-    """Of three, gradients travel with the last, and weights with each, but for differences, which travel once."""
-    mesh, (x,) = meshes(1, 2), batches(1)
-    model = sharded(mesh["shard"])
-    handle = compress(model, mesh, gradients="quantize(two_shot)", weights=weights)
-    loss(model, x).backward()
-    change(model, by=lambda p: 1.01 * p)
-    with WireCounter() as counter:
-        with handle.no_sync():
-            for _ in range(2):
-                loss(model, x).backward()
+    """With weights that are sharded again after the forward, over as many ranks or over fewer, or not.
+
+    Of three, gradients travel with the last, and weights with each, but for differences, which travel once.
+    """
+    n, (x,) = dist.get_world_size(), batches(1)
+    mesh = meshes(1, n)
+    for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2})[: 2 if n == 2 else 3]:
+        model = sharded(mesh["shard"], **options)
+        handle = compress(model, mesh, gradients="quantize(two_shot, bits=4)", weights=weights)
         loss(model, x).backward()
-    sizes = {axis.name: axis.wire_bytes for axis in handle.plan.axes}
-    times = 1 if weights and "ef21" in weights else 3
-    assert counter.wire_bytes == sizes["gradients"] + times * sizes["weights"]
-    stats = handle.sync_stats()
-    assert (stats["gradients_bytes"], stats["weights_bytes"]) == (sizes["gradients"], sizes["weights"])
+        for micro in (1,) if options.get("reshard_after_forward") == 2 else (1, 3):  # sent in each backward, too
+            change(model, by=lambda p: 1.01 * p)
+            with WireCounter() as counter:
+                with handle.no_sync():
+                    for _ in range(micro - 1):
+                        loss(model, x).backward()
+                loss(model, x).backward()
+            sizes = {axis.name: axis.wire_bytes for axis in handle.plan.axes}
+            times = 1 if weights and "ef21" in weights else micro
+            assert counter.wire_bytes == sizes["gradients"] + times * sizes["weights"], (options, micro)
+            stats = handle.sync_stats()
+            assert (stats["gradients_bytes"], stats["weights_bytes"]) == (sizes["gradients"], sizes["weights"])
 
 
 def test_a_plan_of_parameters_that_share_a_name_is_refused() -> None:
@@ -625,23 +609,6 @@ def test_a_plan_of_parameters_that_share_a_name_is_refused() -> None:
     layers = {f"layers.{i}": dict(nn.Linear(8, 8).named_parameters()) for i in range(2)}
     with pytest.raises(ValueError, match="groups 'layers.0' and 'layers.1' both have a parameter 'weight'; name each"):
         plan_axes(layers, world_size={"shards": 2, "replicas": 2})
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("weights", [None, "quantize(allgather)", "ef21(quantize(allgather, bits=4))"])
-@on_ranks(4)
-def test_plans_count_what_backward_gathers_again(rank: int, weights: str | None) -> None:
-    """As whole steps send: weights that are sharded again after the forward, over as many ranks or over fewer."""
-    mesh = meshes(1, 4)
-    (x,) = batches(1)
-    for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}):
-        model = sharded(mesh["shard"], **options)
-        handle = compress(model, mesh, gradients="quantize(two_shot, bits=4)", weights=weights)
-        loss(model, x).backward()
-        change(model, by=lambda p: 1.01 * p)
-        with WireCounter() as counter:
-            loss(model, x).backward()
-        assert counter.wire_bytes == sum(axis.wire_bytes for axis in handle.plan.axes), options
 
 
 def _compressed(*shape: int) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,9 +36,8 @@ class Squares(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        shapes = {"first": (24, 16), "second": (16, 40), "third": (8, 8), "bias": (37,)}
         random = torch.Generator().manual_seed(1)
-        for name, shape in shapes.items():
+        for name, shape in {"first": (24, 16), "second": (16, 40), "third": (8, 8), "bias": (37,)}.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=random)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,13 +119,15 @@ def test_notes_of_hops_are_those_of_the_study_of_hops() -> None:
 
 def test_hops_with_a_warm_up_and_optimizers_that_own_refuses_are_errors() -> None:
     options: Any = {"own": True, "link": Link.parse("1mbit"), "ranks": 2, "steps": 2}
-    with pytest.raises(ValueError, match="remove warmup"):
-        tune(line_problem(), ["warmup(quantize(two_shot), steps=1, before=two_shot), allgather"], **options)
-    with pytest.raises(TypeError, match="LBFGS"):
-        tune(replace(line_problem(), optimizer=torch.optim.LBFGS), [], **options)
     twice = replace(line_problem(), optimizer=lambda leaves: [*muon_and_adamw(leaves), torch.optim.SGD(leaves[:1])])
-    with pytest.raises(ValueError, match="in two optimizers"):
-        tune(twice, [], **options)
+    warms_up = "warmup(quantize(two_shot), steps=1, before=two_shot), allgather"
+    for problem, hops, error, says in (
+        (line_problem(), [warms_up], ValueError, "remove warmup"),
+        (replace(line_problem(), optimizer=torch.optim.LBFGS), [], TypeError, "LBFGS"),
+        (twice, [], ValueError, "in two optimizers"),
+    ):
+        with pytest.raises(error, match=says):
+            tune(problem, hops, **options)
     with pytest.raises(ValueError, match="leaf '0.weight' is in 2 of the 3 optimizers"):
         final_loss(twice, fnddp.allreduce, 2, 0, 1)
 
@@ -175,18 +177,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_one_optimizer_may_be_anything_with_a_step() -> None:
-    class Halves:
-        def __init__(self, leaves: list[Tensor]) -> None:
-            self.leaves = leaves
+    def halves(leaves: list[Tensor]) -> Any:
+        return SimpleNamespace(step=lambda: [leaf.mul_(0.5) for leaf in leaves])
 
-        def step(self) -> None:
-            for leaf in self.leaves:
-                leaf.mul_(0.5)
-
-    make: Any = Halves
-    x, sync = torch.ones(2, 1), fnddp.allreduce
-    options: Any = {"world_size": 2, "optimizer": make}
-    done = fnddp.simulate_training(
-        lambda params, x: (params["w"] * x).sum(), {"w": torch.ones(3)}, [(x,)], sync, **options
+    loss: Any = lambda params, x: (params["w"] * x).sum()  # noqa: E731
+    ends = fnddp.simulate_training(
+        loss, {"w": torch.ones(3)}, [(torch.ones(2, 1),)], fnddp.allreduce, world_size=2, optimizer=halves
     )
-    assert done.params["w"].tolist() == [0.5] * 3
+    assert ends.params["w"].tolist() == [0.5] * 3

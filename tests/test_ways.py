@@ -25,6 +25,7 @@ from fnddp.adapters.module.steps import Steps
 from fnddp.laws import bits, gather
 from fnddp.run.step import Step
 from fnddp.run.vote import Vote
+from tests.ranks import on_ranks
 from tests.ways import (
     FAMILIES,
     OUTER,
@@ -63,13 +64,18 @@ def two(way: type[Way], *, text: str = "", shapes: tuple[Shape, Shape] = (Shape(
     return trainings
 
 
-def go_on(rank: int, one: Way, other: Way, *, at: int = 50) -> Any:
+def step_alike(rank: int, step: int, *trainings: Way) -> Any:
+    """Take a step of each training; require that all have the same bits then, and return them."""
+    for each in trainings:
+        each.step(each.batch(rank, step))
+    first, *others = [each.all for each in trainings]
+    assert all(each == first for each in others), f"after step {step}"
+    return first
+
+
+def go_on(rank: int, one: Way, other: Way) -> Any:
     """Require that two trainings have the same bits after each of two further steps; end them, and return the bits."""
-    for step in range(at, at + 2):
-        for each in (one, other):
-            each.step(each.batch(rank, step))
-        assert one.all == other.all, f"after step {step}"
-    found = one.all
+    found = [step_alike(rank, step, one, other) for step in (50, 51)][-1]
     for each in (one, other):
         each.end()
     return found
@@ -78,26 +84,32 @@ def go_on(rank: int, one: Way, other: Way, *, at: int = 50) -> Any:
 # Failures
 
 
-def fail(rank: int, training: Way, step: int, *, who: int, point: Any = None, **trap: str) -> None:
+Place = str | tuple[Point, int]
+"""Where a rank fails in a step: at a trap, or in a call of a point, by its number."""
+
+
+def fail(rank: int, training: Way, step: int, place: Place, *, who: int) -> None:
     """Run a step in which one rank fails; nothing has changed after it."""
     held, is_mine = training.all, rank == who
+    trap, point = (place, nullcontext()) if isinstance(place, str) else ("", place[0].at(place[1]))
     raises: Any = nullcontext()
     if is_mine:
         raises = pytest.raises((Trap, Interrupt))
     elif training.told:
         raises = pytest.raises(StepFailedError, match=training.told.format(who))
-    with raises, point if is_mine and point is not None else nullcontext():
-        training.step(training.batch(rank, step, **(trap if is_mine else {})))
-    assert training.all == held
-    assert not training.undoes or all(p.grad is None for p in training.model.parameters())
+    try:
+        with raises, point if is_mine else nullcontext():
+            training.step(training.batch(rank, step, trap=trap if is_mine else ""))
+        assert training.all == held
+        assert not training.undoes or all(p.grad is None for p in training.model.parameters())
+    except BaseException as error:
+        error.add_note(f"in step {step}, where rank {who} fails at {place}")
+        raise
 
 
-Place = tuple[str, Any]  # the name of a place in which a rank can fail, and a trap or a point and the number of a call
-
-
-def places(rank: int, training: Way) -> list[Place]:
-    """Return all places in which a rank can fail in a step. Takes steps of `training`."""
-    found: list[Place] = [(trap, trap) for trap in training.traps]
+def places(rank: int, training: Way, *, ends: bool = False) -> list[Place]:
+    """Return all places in which a rank can fail in a step, or the first and last of each kind. Takes steps."""
+    found: list[Place] = [*training.traps]
     for i, point in enumerate(training.points):
         with failing(point.owner, point.name, -1) as calls:
             training.backward(training.batch(rank, 90 + i))
@@ -105,38 +117,22 @@ def places(rank: int, training: Way) -> list[Place]:
             training.update()
         count = (len(calls) if training.updates else in_backward) + point.after
         assert count > 0, f"{point} is never reached"
-        found += [(f"{point}, call {call} of {count}", (point, call)) for call in range(count)]
+        found += [(point, call) for call in (sorted({0, count - 1}) if ends else range(count))]
     return found
-
-
-def fail_at(rank: int, training: Way, step: int, place: Place, *, who: int) -> None:
-    name, what = place
-    try:
-        if isinstance(what, str):
-            fail(rank, training, step, who=who, trap=what)
-        else:
-            point, call = what
-            fail(rank, training, step, who=who, point=point.at(call))
-    except BaseException as error:
-        error.add_note(f"in step {step}, where rank {who} fails {name}")
-        raise
 
 
 def a_failure_at_each_point(way: type[Way], rank: int, _: Path) -> Any:
     disturbed, straight = two(way)
-    found = places(rank, disturbed)
-    assert found == places(rank, straight)
+    found = places(rank, disturbed, ends=way.shares)
+    assert found == places(rank, straight, ends=way.shares)
     for i, place in enumerate(found):
-        fail_at(rank, disturbed, 100 + i, place, who=i % way.ranks)
-        for each in (disturbed, straight):
-            each.step(each.batch(rank, i))
-        assert disturbed.all == straight.all, f"after a failure {place[0]}"
+        fail(rank, disturbed, 100 + i, place, who=i % way.ranks)
+        step_alike(rank, i, disturbed, straight)
     return go_on(rank, disturbed, straight)
 
 
 def fail_somewhere(rank: int, training: Way) -> None:
-    where: Any = {"trap": training.traps[-1]} if training.traps else {"point": training.points[0].at(0)}
-    fail(rank, training, 9, who=1, **where)
+    fail(rank, training, 9, training.traps[-1] if training.traps else (training.points[0], 0), who=1)
 
 
 def a_failure_in_the_first_step(way: type[Way], rank: int, _: Path) -> Any:
@@ -214,9 +210,7 @@ def a_gradient_that_is_not_finite(way: type[Way], rank: int, _: Path) -> Any:
     disturbed, straight = two(way)
     for step, factor in enumerate((float("nan"), float("inf"))):
         disturbed.step(disturbed.batch(rank, 10 + step, factor=factor if rank == step else 1.0))
-        for each in (disturbed, straight):
-            each.step(each.batch(rank, 20 + step))
-        assert disturbed.all == straight.all
+        step_alike(rank, 20 + step, disturbed, straight)
     return go_on(rank, disturbed, straight)
 
 
@@ -270,9 +264,7 @@ def another_pipeline(way: type[Way], rank: int, folder: Path) -> Any:
 def states_of_other_steps(way: type[Way], rank: int, _: Path) -> Any:
     disturbed, straight = two(way, text=way.counted)
     earlier = disturbed.state
-    for each in (disturbed, straight):
-        each.step(each.batch(rank, 1))
-    later, held = disturbed.state, disturbed.all
+    held, later = step_alike(rank, 1, disturbed, straight), disturbed.state
     for states in ((earlier, later), (later, earlier)):
         with pytest.raises(RankMismatchError, match="disagree about state"):
             disturbed.set_state(states[rank % 2])
@@ -328,9 +320,7 @@ def weights_that_are_written(way: type[Way], rank: int, folder: Path) -> Any:
     loaded.model.load_state_dict({name: -p for name, p in loaded.model.state_dict().items()})
     written.save(folder)
     third.load(folder)
-    for each in (written, loaded, third):
-        each.step(each.batch(rank, 1))
-    assert written.all == loaded.all == third.all
+    step_alike(rank, 1, written, loaded, third)
     for name, p in written.leaves.items():
         assert (p + before[name]).norm() < (p - before[name]).norm(), name
     third.end()
@@ -379,9 +369,7 @@ def a_copy(copies: Callable[[Any], Any]) -> Event:
         copied, straight = two(way)
         twin = copies(copied)
         for step in (1, 2):
-            for each in (copied, twin, straight):
-                each.step(each.batch(rank, step))
-        assert copied.all == straight.all
+            step_alike(rank, step, copied, twin, straight)
         return go_on(rank, twin, straight)
 
     return event
@@ -402,8 +390,7 @@ def a_thread_that_evaluates(way: type[Way], rank: int, _: Path) -> Any:
     thread.start()
     try:
         for step in range(4):
-            for each in (disturbed, straight):
-                each.step(each.batch(rank, step))
+            step_alike(rank, step, disturbed, straight)
     finally:
         is_over.set()
         thread.join()
@@ -441,10 +428,10 @@ EVENTS: dict[str, Event] = {
 }
 
 
-def run_row(rank: int, name: str, folder: str, events: list[str]) -> dict[str, Any]:
+def run_row(rank: int, name: str, folder: str) -> dict[str, Any]:
     """Return what a training has after each event that is not refused."""
     way, found = ON_CPU[name], dict[str, Any]()
-    for i, event in enumerate(events):
+    for i, event in enumerate(EVENTS):
         cell, of_cell = way.cells.get(event), Path(folder) / str(i)
         if isinstance(cell, Absent):
             continue
@@ -456,12 +443,6 @@ def run_row(rank: int, name: str, folder: str, events: list[str]) -> dict[str, A
             error.add_note(f"in the cell of {name!r} and {event!r}")
             raise
     return found
-
-
-def chosen() -> list[str]:
-    """Return the events of the table, or those in FNDDP_TEST_EVENTS, which are separated by commas."""
-    only = os.environ.get("FNDDP_TEST_EVENTS")
-    return [event for event in EVENTS if only is None or event in only.split(",")]
 
 
 class Unplanned(WAYS["module"]):
@@ -479,27 +460,17 @@ ROWS = [pytest.param(name, marks=[pytest.mark.thorough] if name in MORE else [])
 
 @pytest.mark.parametrize("name", ROWS)
 def test_each_event_leaves_a_way_in_as_it_was_or_is_refused(gloo: Any, tmp_path: Path, name: str) -> None:
-    gloo(ON_CPU[name].ranks, run_row, name, str(tmp_path), chosen())
+    gloo(ON_CPU[name].ranks, run_row, name, str(tmp_path))
 
 
 # Other numbers of ranks, whose mean is the same: all have the same data, and one rank alone encodes nothing
 
 
-def save_and_go_on(rank: int, name: str, folder: str) -> list[Any]:
+def go_on_alike(rank: int, name: str, folder: str, loads: bool) -> list[Any]:
     training = WAYS[name](WAYS[name].plain)
-    for step in range(2):
+    for step in range(0 if loads else 2):
         training.step(training.batch(0, step))
-    training.save(Path(folder))
-    return go_on_alone(training)
-
-
-def load_and_go_on(rank: int, name: str, folder: str) -> list[Any]:
-    training = WAYS[name](WAYS[name].plain)
-    training.load(Path(folder))
-    return go_on_alone(training)
-
-
-def go_on_alone(training: Way) -> list[Any]:
+    (training.load if loads else training.save)(Path(folder))
     for step in range(2, 4):
         training.step(training.batch(0, step))
     training.end()
@@ -509,8 +480,8 @@ def go_on_alone(training: Way) -> list[Any]:
 @pytest.mark.parametrize("n", [1, pytest.param(4, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", RESHARDED)
 def test_another_number_of_ranks_loads_a_checkpoint(gloo: Any, tmp_path: Path, name: str, n: int) -> None:
-    want = gloo(WAYS[name].ranks, save_and_go_on, name, str(tmp_path))[0]
-    assert gloo(n, load_and_go_on, name, str(tmp_path)) == [want] * n
+    want = gloo(WAYS[name].ranks, go_on_alike, name, str(tmp_path), False)[0]
+    assert gloo(n, go_on_alike, name, str(tmp_path), True) == [want] * n
 
 
 # Failures at random points
@@ -525,11 +496,8 @@ def fail_at_random(rank: int, name: str, seed: int, steps: int) -> None:
     for step in range(steps):
         assert disturbed.is_finite(), f"training has diverged before step {step}"
         if found and draws.random() < 0.5:
-            place, who = draws.choice(found), draws.randrange(way.ranks)
-            fail_at(rank, disturbed, 10_000 + step, place, who=who)
-        for each in (disturbed, straight):
-            each.step(each.batch(rank, step))
-        assert disturbed.all == straight.all, f"step {step}"
+            fail(rank, disturbed, 10_000 + step, draws.choice(found), who=draws.randrange(way.ranks))
+        step_alike(rank, step, disturbed, straight)
     for each in (disturbed, straight):
         each.end()
 
@@ -544,7 +512,8 @@ def test_failures_at_random_points_leave_no_trace(gloo: Any, name: str) -> None:
     gloo(ON_CPU[name].ranks, fail_at_random, name, seed, STEPS, timeout=120 + 2 * STEPS)
 
 
-def check_overflow(rank: int) -> None:
+@on_ranks(2)
+def test_a_gradient_beyond_a_checked_wire_and_an_error_after_it_leave_no_trace(rank: int) -> None:
     disturbed, straight = two(Unplanned)
     held = disturbed.all
     with pytest.raises(FloatingPointError, match="largest float16"):
@@ -554,14 +523,13 @@ def check_overflow(rank: int) -> None:
     go_on(rank, disturbed, straight)
 
 
-def test_a_gradient_beyond_a_checked_wire_and_an_error_after_it_leave_no_trace(gloo: Any) -> None:
-    gloo(2, check_overflow)
-
-
 # After the vote
 
 
-def check_interrupt_after_the_vote(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", ENDINGS)
+@on_ranks(2)
+def test_an_interrupt_after_the_vote_lets_the_rank_refuse(rank: int, name: str) -> None:
+    """All ranks have agreed, and this one has not applied the result."""
     training = two(WAYS[name])[0]
     owner, method = ENDINGS[name]
     is_mine = rank == 1
@@ -572,13 +540,8 @@ def check_interrupt_after_the_vote(rank: int, name: str) -> None:
             training.step(training.batch(rank, 2))
 
 
-@pytest.mark.parametrize("name", ENDINGS)
-def test_an_interrupt_after_the_vote_lets_the_rank_refuse(gloo: Any, name: str) -> None:
-    """All ranks have agreed, and this one has not applied the result."""
-    gloo(2, check_interrupt_after_the_vote, name)
-
-
-def check_refusal_within(rank: int) -> None:
+@on_ranks(2)
+def test_a_step_of_replicas_that_cannot_begin_at_a_gradient_raises(rank: int) -> None:
     """A backward that does not begin at the model's outputs, where the step would: its first gradient begins it."""
     training, within = two(WAYS["compress_replicas"])[0], list[Any]()
     training.model.first.register_forward_hook(lambda _, __, output: within.append(output))
@@ -594,11 +557,9 @@ def check_refusal_within(rank: int) -> None:
         within[-1].square().mean().backward()
 
 
-def test_a_step_of_replicas_that_cannot_begin_at_a_gradient_raises(gloo: Any) -> None:
-    gloo(2, check_refusal_within)
-
-
-def check_another_process_group(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["module", "register", "own", "diloco"])
+@on_ranks(2)
+def test_another_process_group_than_at_set_up_is_an_error(rank: int, name: str) -> None:
     training, is_class = two(WAYS[name])[0], name == "module"
     late, saved = training.model(training.batch(rank, 1)), training.model.state_dict()
     acts: list[Callable[[], Any]] = [
@@ -630,8 +591,3 @@ def check_another_process_group(rank: int, name: str) -> None:
     if name != "diloco":  # whose backward is torch's
         with pytest.raises(RuntimeError, match="of 2 ranks, but it now runs in"):
             late.backward()
-
-
-@pytest.mark.parametrize("name", ["module", "register", "own", "diloco"])
-def test_another_process_group_than_at_set_up_is_an_error(gloo: Any, name: str) -> None:
-    gloo(2, check_another_process_group, name)

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from uuid import uuid4
 
 import torch
@@ -145,17 +146,13 @@ class Net(nn.Module):
         image, turned = self.image.contiguous(), self.turned.contiguous()
         hidden = torch.tanh(self.first(x))
         if batch.trap == "middle":
-            hidden.register_hook(_raises)
+            hidden.register_hook(raising(Trap("in backward")))
         if batch.trap == "leaf":
             turned = turned * 1.0
-            turned.register_hook(_raises)
+            turned.register_hook(raising(Trap("in backward")))
         y = self.last(hidden) + x @ turned
         y = y if batch.extra is None else y + batch.extra * self.extra(x)
         return y.square().mean() + x.mean() * image.square().mean()
-
-
-def _raises(_: Tensor) -> None:
-    raise Trap("in backward")
 
 
 def batch(rank: int, step: int, *, device: str = "cpu", **options: Any) -> Batch:
@@ -168,53 +165,40 @@ def batch(rank: int, step: int, *, device: str = "cpu", **options: Any) -> Batch
 
 
 @contextmanager
-def patched(owner: Any, name: str, run: Any) -> Generator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, run)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-@contextmanager
-def before(owner: Any, name: str, at: int, act: Callable[..., object]) -> Generator[list[int]]:
-    """Run `act` before call number `at` of a method; yield the list of calls."""
+def at_call(owner: Any, name: str, at: int, act: Callable[..., object], *, after: bool = False) -> Generator[list[int]]:
+    """Run `act` before call number `at` of a method, or as it returns; yield the list of calls."""
     calls: list[int] = []
     original = getattr(owner, name)
 
     def run(*given: Any, **options: Any) -> Any:
         calls.append(len(calls))
-        if calls[-1] == at:
+        is_due = calls[-1] == at
+        if is_due and not after:
             act(*given, **options)
-        return original(*given, **options)
+        result = original(*given, **options)
+        if is_due and after:
+            act(*given, **options)
+        return result
 
-    with patched(owner, name, run):
+    with mock.patch.object(owner, name, run):
         yield calls
+
+
+def raising(error: BaseException) -> Callable[..., object]:
+    def act(*_: Any, **__: Any) -> None:
+        raise type(error)(*error.args)  # a new one, which keeps nothing alive
+
+    return act
 
 
 def failing(owner: Any, name: str, at: int = 0, error: BaseException | None = None) -> Any:
     """Let call number `at` of a method raise, once; yield the list of calls."""
-
-    def act(*_: Any, **__: Any) -> None:
-        raise error or Trap(f"at {name}")
-
-    return before(owner, name, at, act)
+    return at_call(owner, name, at, raising(error or Trap(f"at {name}")))
 
 
 def interrupted(owner: Any, name: str, at: int = 0) -> Any:
     """Let an interrupt come as call number `at` of a method returns."""
-    calls: list[int] = []
-    original = getattr(owner, name)
-
-    def run(*given: Any, **options: Any) -> Any:
-        result = original(*given, **options)
-        calls.append(len(calls))
-        if calls[-1] == at:
-            raise Interrupt("at an interrupt")
-        return result
-
-    return patched(owner, name, run)
+    return at_call(owner, name, at, raising(Interrupt("at an interrupt")), after=True)
 
 
 @dataclass(frozen=True)
@@ -228,9 +212,6 @@ class Point:
 
     def at(self, call: int) -> Any:
         return (interrupted if self.interrupts else failing)(self.owner, self.name, call)
-
-    def __str__(self) -> str:
-        return f"{'after' if self.interrupts else 'in'} {self.name}"
 
 
 def on(wire: type) -> tuple[Point, ...]:
@@ -261,6 +242,7 @@ class Way:
         wire: The class that sends.
         uses_alike: All ranks must use the same leaves in a step.
         owns: Ranks have other parts of the optimizer's state.
+        shares: Its backward is that of another way in.
         undoes: A failed backward that began without gradients leaves none.
     """
 
@@ -273,15 +255,15 @@ class Way:
     told = "rank {} failed with"
     updates = False
     wire: type = C10d
-    uses_alike = owns = undoes = False
+    uses_alike = owns = shares = undoes = False
     device = "cpu"
 
     model: Any
     optimizer: Any
     keeper: Any  # has `sync_state`
 
-    def __init__(self, text: str = "", *, shape: Shape | None = None) -> None:
-        self.shape, self.text = shape or Shape(), text or self.text
+    def __init__(self, text: str = "", *, shape: Shape | None = None, device: str = "") -> None:
+        self.shape, self.text, self.device = shape or Shape(), text or self.text, device or self.device
         self.make()
 
     def make(self) -> None:
@@ -481,7 +463,7 @@ class Owners(Way):
     def make(self) -> None:
         net = self.net()
         self.optimizer = self.sgd(net)
-        with patched(hops, "CUT", 16):  # leaves are cut by rows
+        with mock.patch.object(hops, "CUT", 16):  # leaves are cut by rows
             self.keeper = self.model = fnddp.own(net, self.optimizer, self.text, self.weights, bucket_cap_mb=SMALL)
 
     def is_finite(self) -> bool:
@@ -491,7 +473,7 @@ class Owners(Way):
 class OwnersOfWeights(Owners):
     """Owners have weights of their own, which are more exact than the model's."""
 
-    weights = RANDOM_HOP
+    shares, weights = True, RANDOM_HOP
 
 
 # FSDP's
@@ -551,10 +533,6 @@ class ShardsAndReplicas(Fsdp):
     counted = TWO_HOPS
     points = (*on(C10d), *BY_BUFFER, Point(Vote, "cast"))
     cells = Shards.cells | {"another pipeline": Absent("as of shards alone")}
-
-    @property
-    def state(self) -> Any:
-        return self.keeper.sync_state
 
     def make(self) -> None:
         mesh = self.mesh(2, dist.get_world_size() // 2)
@@ -757,7 +735,7 @@ else:
         wire = torchft.ManagerWire
 
         def dead_wire(self, rank: int) -> AbstractContextManager[Any]:
-            return before(torchft.ManagerWire, "vote", 0, hangs_up) if rank == 1 else nullcontext()
+            return at_call(torchft.ManagerWire, "vote", 0, hangs_up) if rank == 1 else nullcontext()
 
     class Torchft(OfManager, Way):
         cells = OfManager.cells | {"a checkpoint after a failure": Absent("a step that failed ends with its commit")}

@@ -1,4 +1,4 @@
 """A device made of the CPU, and what trains on it: with the CPU's bits, in whatever order its streams run.
 
-device.h says what the device is, and build.py builds it. All but two cases of test_graphs.py are of the second ring.
+device.h says what the device is, and build.py builds it. All tests are of the second ring.
 """

@@ -5,6 +5,8 @@ It returns a step, and a function that returns what the steps have changed.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,8 +19,8 @@ import fnddp
 from fnddp import outer
 from fnddp.core import tree
 from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
-from tests.accelerator.test_training import mesh_of
-from tests.sharded import sharded
+from fnddp.laws import bits
+from tests.sharded import meshes, sharded
 from tests.ways import Manager
 
 STEPS = 9
@@ -39,7 +41,17 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
 Step = Callable[[Tensor], Tensor]
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, around: Any = nullcontext, **options: Any) -> Step:
+def trained(rank: int, device: str, way: Any, given: tuple[Any, ...] = (), steps: int = STEPS) -> Any:
+    """Return the bits of what eager steps change."""
+    step, found = way(rank, device, *given)
+    for batch in small(rank, device)[1][:steps]:
+        step(batch)
+    return bits(found())
+
+
+def step_of(
+    model: nn.Module, optimizer: Any, around: Any = nullcontext, scale: Any = lambda x: x, **options: Any
+) -> Step:
     """Return a step whose gradients are cleared with `options`, and whose backward is within `around()`."""
 
     def step(x: Tensor) -> Tensor:
@@ -47,14 +59,18 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, around: Any = nu
         out = model(x)
         loss = (out["out"] if isinstance(out, dict) else out).square().mean()
         with around():
-            loss.backward()
+            scale(loss).backward()
         optimizer.step()
         return loss.detach()
 
     return step
 
 
-def by_the_class(rank: int, device: str, text: str) -> tuple[Step, Any]:
+def together(optimizers: list[Any]) -> Any:
+    return SimpleNamespace(step=lambda: [each.step() for each in optimizers])
+
+
+def the_class(rank: int, device: str, text: str, **options: Any) -> tuple[Step, Any]:
     net = small(rank, device)[0]
     model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(text), bucket_cap_mb=0.0002)
     weight = torch.full((), 2.0 + rank, dtype=torch.float64, device=device)
@@ -63,10 +79,28 @@ def by_the_class(rank: int, device: str, text: str) -> tuple[Step, Any]:
         weight.add_(rank + 1)  # in the graph
         return model.weight(weight) if model.sync.takes_weight else nullcontext()
 
-    return step_of(model, sgd(net), around), lambda: [dict(net.named_parameters()), model.sync_state]
+    return step_of(model, sgd(net), around, **options), lambda: [dict(net.named_parameters()), model.sync_state]
 
 
-def by_register(rank: int, device: str, text: str) -> tuple[Step, Any]:
+class Branches(nn.Module):
+    """Two layers, of which a forward may leave one out."""
+
+    def __init__(self, uses_both: bool) -> None:
+        super().__init__()
+        self.used, self.left_out, self.uses_both = nn.Linear(6, 5), nn.Linear(6, 5), uses_both
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x) + self.left_out(x) if self.uses_both else self.used(x)
+
+
+def branches(rank: int, device: str, text: str, *users: int) -> tuple[Step, Any]:
+    """Only the ranks `users` have a gradient of one layer."""
+    net = Branches(rank in users).to(device)
+    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(text), find_unused_parameters=True)
+    return step_of(model, sgd(net)), lambda: dict(net.named_parameters())
+
+
+def register(rank: int, device: str, text: str) -> tuple[Step, Any]:
     with torch.Stream(device):  # torch's reducer waits for the stream on which it was made
         model = TorchDDP(small(rank, device)[0], bucket_cap_mb=0.0002)
         handle = fnddp.register(model, fnddp.parse(text)) if text else None
@@ -75,7 +109,7 @@ def by_register(rank: int, device: str, text: str) -> tuple[Step, Any]:
     return step, lambda: [dict(model.named_parameters()), handle and handle.sync_state]
 
 
-def by_value_and_grad(rank: int, device: str, text: str) -> tuple[Step, Any]:
+def value_and_grad(rank: int, device: str, text: str) -> tuple[Step, Any]:
     net, sync = small(rank, device)[0], fnddp.parse(text)
 
     def loss(params: Any, x: Tensor) -> Tensor:
@@ -84,7 +118,7 @@ def by_value_and_grad(rank: int, device: str, text: str) -> tuple[Step, Any]:
     return functional(net, sync, fnddp.value_and_grad(loss, sync))
 
 
-def by_jit(rank: int, device: str, text: str) -> tuple[Step, Any]:
+def jit(rank: int, device: str, text: str) -> tuple[Step, Any]:
     net, run = small(rank, device)[0], fnddp.jit(text)
 
     def step(params: Any, state: Any, x: Tensor) -> Any:
@@ -109,55 +143,44 @@ def functional(net: nn.Module, sync: fnddp.Sync, run: Callable[..., Any]) -> tup
     return step, lambda: [params, state]
 
 
-def by_owners(rank: int, device: str, text: str, weights: str = "allgather", n: int = 1) -> tuple[Step, Any]:
+def owners(rank: int, device: str, text: str, weights: str = "allgather", n: int = 1) -> tuple[Step, Any]:
     net = small(rank, device)[0]
     parameters = list(net.parameters())
     optimizers = [torch.optim.SGD(parameters[i::n], lr=0.1, foreach=False) for i in range(n)]
-    model = fnddp.own(net, optimizers if n > 1 else optimizers[0], gradients=text, weights=weights)
-    both: Any = optimizers[0]
-    if n > 1:
-        both = type("Both", (), {"step": lambda _: [each.step() for each in optimizers]})()
-    return step_of(model, both), lambda: dict(net.named_parameters())
+    model = fnddp.own(net, optimizers, gradients=text, weights=weights)
+    return step_of(model, together(optimizers)), lambda: dict(net.named_parameters())
 
 
-def by_shards(rank: int, device: str, text: str) -> tuple[Step, Any]:
-    model = sharded(mesh_of(device, 1, 2)["shard"])
-    if text:
-        compress_shards(model, text)
-    found = {name: p._local_tensor for name, p in model.named_parameters()}
-    return step_of(model, sgd(model)), lambda: found
+def mesh_of(device: str, *shape: int) -> Any:
+    return meshes(*shape, kind=device.split(":")[0])
 
 
-def by_coded_weights(rank: int, device: str) -> tuple[Step, Any]:
-    """Differences of weights, of which ranks agree in each forward."""
-    model = sharded(mesh_of(device, 1, 2)["shard"])
-    compress_shards(model, weights="ef21(quantize(allgather))")
-    return step_of(model, sgd(model)), lambda: {name: p._local_tensor for name, p in model.named_parameters()}
+def local_parts(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p._local_tensor for name, p in model.named_parameters()}
 
 
-def by_weighted_shards(rank: int, device: str) -> tuple[Step, Any]:
-    model = sharded(mesh_of(device, 1, 2)["shard"])
-    handle = compress_shards(model, "weighted(bf16(two_shot))")
-    found = {name: p._local_tensor for name, p in model.named_parameters()}
-    return step_of(model, sgd(model), lambda: handle.weight(2.0 + rank)), lambda: found
+def shards(rank: int, device: str, text: str, weights: str | None = None) -> tuple[Step, Any]:
+    model, numbers = sharded(mesh_of(device, 1, 2)["shard"]), count(2 + rank)
+    handle: Any = compress_shards(model, text or None, weights) if text or weights else None
+    around = (lambda: handle.weight(next(numbers))) if text.startswith("weighted") else nullcontext
+    return step_of(model, sgd(model), around), lambda: [local_parts(model), handle and handle.sync_state]
 
 
-def by_two_axes(rank: int, device: str, gradients: str, replicas: str, weights: str | None = None) -> tuple[Step, Any]:
+def two_axes(rank: int, device: str, gradients: str, replicas: str, weights: str | None = None) -> tuple[Step, Any]:
     """HSDP: two process groups."""
     mesh = mesh_of(device, 2, 2)
     model = sharded(mesh["shard"])
     handle = compress(model, mesh, gradients=gradients, weights=weights, replicas=replicas)
-    found = {name: p._local_tensor for name, p in model.named_parameters()}
-    return step_of(model, sgd(model)), lambda: [found, handle.sync_state]
+    return step_of(model, sgd(model)), lambda: [local_parts(model), handle.sync_state]
 
 
-def by_a_hook(rank: int, device: str) -> tuple[Step, Any]:
+def a_hook(rank: int, device: str) -> tuple[Step, Any]:
     net = small(rank, device)[0]
     model = fnddp.DistributedDataParallel(net, sync=fnddp.from_hook(allreduce_hook))
     return step_of(model, sgd(net)), lambda: dict(net.named_parameters())
 
 
-def by_two_models(rank: int, device: str, is_joint: bool, *texts: str) -> tuple[Step, Any]:
+def two_models(rank: int, device: str, is_joint: bool, *texts: str) -> tuple[Step, Any]:
     """Two modules in a step, as a generator and what judges it: in one backward, or one after the other."""
     nets = [small(rank, device)[0] for _ in texts]
     models = [fnddp.DistributedDataParallel(n, sync=fnddp.parse(t)) for n, t in zip(nets, texts, strict=True)]
@@ -176,7 +199,7 @@ def by_two_models(rank: int, device: str, is_joint: bool, *texts: str) -> tuple[
     return step, lambda: [dict(both.named_parameters()), [each.sync_state for each in models]]
 
 
-def by_a_compiled_model(rank: int, device: str, text: str, is_outside: bool) -> tuple[Step, Any]:
+def a_compiled_model(rank: int, device: str, text: str, is_outside: bool) -> tuple[Step, Any]:
     net = small(rank, device)[0]
     inner: Any = net if is_outside else torch.compile(net, backend="aot_eager")
     model = fnddp.DistributedDataParallel(inner, sync=fnddp.parse(text), bucket_cap_mb=0.0002)
@@ -184,20 +207,12 @@ def by_a_compiled_model(rank: int, device: str, text: str, is_outside: bool) -> 
     return step_of(outer, sgd(net)), lambda: [dict(net.named_parameters()), model.sync_state]
 
 
-def by_a_scaler(rank: int, device: str, text: str) -> tuple[Step, Any]:
+def a_scaler(rank: int, device: str, text: str) -> tuple[Step, Any]:
     net = small(rank, device)[0]
     model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(text), bucket_cap_mb=0.0002)
     scaler, optimizer = torch.amp.GradScaler(device.split(":")[0], init_scale=4.0), sgd(net)
-
-    def step(x: Tensor) -> Tensor:
-        model.zero_grad()
-        loss = model(x).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    return step, lambda: [dict(net.named_parameters()), model.sync_state]
+    scaled = SimpleNamespace(step=lambda: (scaler.step(optimizer), scaler.update()))
+    return step_of(model, scaled, scale=scaler.scale), lambda: [dict(net.named_parameters()), model.sync_state]
 
 
 class OverWorld:
@@ -213,35 +228,26 @@ class OverWorld:
         return "simccl"
 
 
-def by_torchft(rank: int, device: str, text: str) -> tuple[Step, Any]:
-    from fnddp.integrations import torchft
+def torchft(rank: int, device: str, text: str) -> tuple[Step, Any]:
+    from fnddp.integrations.torchft import DistributedDataParallel
 
     net, manager = small(rank, device)[0], Manager()
     manager._pg = OverWorld()
-    model = torchft.DistributedDataParallel(manager, net, sync=fnddp.parse(text), bucket_cap_mb=0.0002)
+    model = DistributedDataParallel(manager, net, sync=fnddp.parse(text), bucket_cap_mb=0.0002)
     optimizer = sgd(net)
-
-    def step(x: Tensor) -> Tensor:
-        manager.start_quorum()
-        model.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        if manager.should_commit():
-            optimizer.step()
-        return loss.detach()
-
-    return step, lambda: [dict(net.named_parameters()), model.sync_state]
+    model.register_forward_pre_hook(lambda *_: manager.start_quorum())
+    committed = SimpleNamespace(step=lambda: manager.should_commit() and optimizer.step())
+    return step_of(model, committed), lambda: [dict(net.named_parameters()), model.sync_state]
 
 
-def by_replicas(rank: int, device: str, text: str) -> tuple[Step, Any]:
-    mesh = mesh_of(device, 2, 1)
+def replicas(rank: int, device: str, text: str, shards: int = 1) -> tuple[Step, Any]:
+    mesh = mesh_of(device, 2, shards)
     model = sharded(mesh["shard"])
     handle = compress_replicas(model, text, mesh["replicate"])
-    found = {name: p._local_tensor for name, p in model.named_parameters()}
-    return step_of(model, sgd(model)), lambda: [found, handle.sync_state]
+    return step_of(model, sgd(model)), lambda: [local_parts(model), handle.sync_state]
 
 
-def by_outer_steps(rank: int, device: str, text: str) -> tuple[Step, Any]:
+def outer_steps(rank: int, device: str, text: str) -> tuple[Step, Any]:
     net = small(rank, device)[0]
     optimizer = sgd(net)
     outer.attach(net, optimizer, outer.parse(text))

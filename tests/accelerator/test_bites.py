@@ -25,14 +25,12 @@ from fnddp.plan.draft import Donation
 from fnddp.run.engine import Engine
 from fnddp.wire import control
 from fnddp.wire.c10d import C10d
-from tests.accelerator.test_training import mesh_of, result, train_shards
+from tests.accelerator.steps import FEEDBACK, local_parts, mesh_of, sgd, step_of, trained
 from tests.sharded import sharded
 from tests.streams import site, waits
 from tests.test_streams import NEEDED
 
 pytestmark = pytest.mark.thorough
-
-FEEDBACK = "error_feedback(fp16(allreduce))"
 
 
 def leaves_on(device: str) -> dict[str, Tensor]:
@@ -90,8 +88,7 @@ def with_weights_that_stay(rank: int, device: str) -> Any:
 def with_weights_sharded_again(rank: int, device: str) -> Any:
     model = sharded(mesh_of(device, 1, 4)["shard"], reshard_after_forward=2)
     compress_shards(model, weights="bf16(allgather)")
-    train_shards(device, model)
-    return result(model)
+    return trained(rank, device, lambda *_: (step_of(model, sgd(model)), lambda: local_parts(model)), steps=4)
 
 
 # What finds that a line does nothing: a scenario, and the streams that run last.

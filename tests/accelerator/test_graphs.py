@@ -6,12 +6,11 @@ So a number of the host that changes from step to step, or memory that does, sho
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,30 +18,9 @@ import fnddp
 from fnddp.device import device_of
 from fnddp.kernels.constants import MOST_TABLES, on_device
 from fnddp.laws import bits
+from tests.accelerator import steps as by
 from tests.accelerator.conftest import ORDERS
-from tests.accelerator.steps import (
-    FEEDBACK,
-    STEPS,
-    by_a_compiled_model,
-    by_a_hook,
-    by_a_scaler,
-    by_coded_weights,
-    by_jit,
-    by_outer_steps,
-    by_owners,
-    by_register,
-    by_replicas,
-    by_shards,
-    by_the_class,
-    by_torchft,
-    by_two_axes,
-    by_two_models,
-    by_value_and_grad,
-    by_weighted_shards,
-    sgd,
-    small,
-    step_of,
-)
+from tests.accelerator.steps import FEEDBACK, STEPS, sgd, small, step_of, trained
 from tests.pipelines import EXAMPLES, HALVES
 from tests.ways import TORCHFT
 
@@ -68,28 +46,37 @@ def train(rank: int, device: str, way: Any, given: tuple[Any, ...], warmup: int 
 
 
 def train_all(rank: int, device: str, texts: list[str], warmup: int | None) -> dict[str, Any]:
-    return {text: train(rank, device, by_the_class, (text,), warmup) for text in texts}
+    return {text: train(rank, device, by.the_class, (text,), warmup) for text in texts}
 
 
-def refused(rank: int, device: str, way: Any, given: tuple[Any, ...]) -> tuple[str, Any]:
-    """Return the error of the capture, and what further steps do, which are taken as if nothing had happened."""
+def refused(rank: int, device: str, way: Any, given: tuple[Any, ...], is_within: bool | None = None) -> tuple[str, Any]:
+    """Return the error of the capture, and what further steps do, which are taken as if nothing had happened.
+
+    With `is_within` the first rank alone fails while it captures: within backward, or at the end of the step.
+    """
     step, found = way(rank, device, *given)
-    batches = small(rank, device)[1]
-    run = fnddp.make_graphed_callable(step, 3)
+    batches, fails = small(rank, device)[1], rank == 0 and is_within is not None
+
+    def fragile(x: Tensor) -> Tensor:
+        if fails and torch.get_device_module(device).is_current_stream_capturing():
+            if is_within:
+                x.requires_grad_().register_hook(lambda grad: grad.sum().item())
+            step(x).sum().item()
+        return step(x)
+
+    run = fnddp.make_graphed_callable(fragile)
     losses = [run(batch) for batch in batches[:3]]
     before = bits(found())
     with pytest.raises(RuntimeError) as error:
         run(batches[3])
     assert bits(found()) == before
+    fails = False
+    if is_within is None:
+        run.release()
+    losses += [(step if is_within is None else run)(batch) for batch in batches[3:]]  # the first is not captured
+    result = bits([losses, found()])
     run.release()
-    losses += [step(batch) for batch in batches[3:]]
-    return str(error.value), bits([losses, found()])
-
-
-@pytest.mark.parametrize("text", ["allreduce", RANDOM, NEAREST])
-def test_a_captured_step_is_the_eager_step(ranks: Any, text: str) -> None:
-    want = ranks(2, "side", train, by_the_class, (text,), None)
-    assert ranks(2, "side", train, by_the_class, (text,), 3) == [(each, 1) for each in want]
+    return str(error.value), result
 
 
 SEVERAL = {"squared": 2, "every": 2, "clip_by_global_norm": 2, "measure": 2}  # phases that follow each other for ever
@@ -108,50 +95,51 @@ def test_every_pipeline_is_captured(ranks: Any, last: str) -> None:
 
 
 WAYS = [
-    (by_the_class, (WARMUP,), 3, 2),  # a graph for each phase
-    (by_register, ("",), 11, 1),  # torch's class alone
-    *((by_register, (text,), 11, 1) for text in ("allreduce", RANDOM, NEAREST)),
-    *((way, (text,), 3, 1) for way in (by_value_and_grad, by_jit) for text in ("allreduce", FEEDBACK, NEAREST)),
-    *((by_owners, (text,), 3, 1) for text in ("two_shot", RANDOM)),
-    *((by_shards, (text,), 3, 1) for text in ("", "bf16(two_shot)")),
-    (by_replicas, (FEEDBACK,), 3, 1),
-    (by_two_axes, ("bf16(two_shot)", FEEDBACK), 3, 1),
-    (by_two_models, (True, "allreduce", RANDOM), 3, 1),
-    (by_two_models, (False, WARMUP, RANDOM), 3, 2),
-    *((by_a_compiled_model, (RANDOM, is_outside), 3, 1) for is_outside in (True, False)),
+    *((by.the_class, (text,), 3, 1) for text in ("allreduce", RANDOM, NEAREST)),
+    (by.the_class, (WARMUP,), 3, 2),  # a graph for each phase
+    (by.register, ("",), 11, 1),  # torch's class alone
+    *((by.register, (text,), 11, 1) for text in ("allreduce", RANDOM, NEAREST)),
+    *((way, (text,), 3, 1) for way in (by.value_and_grad, by.jit) for text in ("allreduce", FEEDBACK, NEAREST)),
+    *((by.owners, (text,), 3, 1) for text in ("two_shot", RANDOM)),
+    *((by.shards, (text,), 3, 1) for text in ("", "bf16(two_shot)")),
+    (by.replicas, (FEEDBACK,), 3, 1),
+    (by.two_axes, ("bf16(two_shot)", FEEDBACK), 3, 1),
+    (by.two_models, (True, "allreduce", RANDOM), 3, 1),
+    (by.two_models, (False, WARMUP, RANDOM), 3, 2),
+    *((by.a_compiled_model, (RANDOM, is_outside), 3, 1) for is_outside in (True, False)),
 ]
 
 
 @pytest.mark.parametrize(("way", "given", "warmup", "graphs"), WAYS)
 def test_every_way_in_is_captured(ranks: Any, way: Any, given: tuple[Any, ...], warmup: int, graphs: int) -> None:
-    steps, n = STEPS + warmup, 4 if way is by_two_axes else 2
+    steps, n = STEPS + warmup, 4 if way is by.two_axes else 2
     want = ranks(n, "side", train, way, given, None, steps)
     at = WAYS.index((way, given, warmup, graphs))
-    for last in ORDERS if way in (by_the_class, by_shards) else ORDERS[at % 2 :][:1]:
+    for last in ORDERS if way in (by.the_class, by.shards) else ORDERS[at % 2 :][:1]:
         assert ranks(n, last, train, way, given, warmup, steps) == [(each, graphs) for each in want]
 
 
 REFUSED = [
-    (by_the_class, ("fp16(allreduce, check=True)",), "it has no plan"),
-    (by_value_and_grad, (RANDOM,), "its state counts steps on the host"),
+    (by.the_class, ("fp16(allreduce, check=True)",), "it has no plan"),
+    (by.value_and_grad, (RANDOM,), "its state counts steps on the host"),
     *(
-        (by_owners, ("two_shot", *given), "own compares weights")
+        (by.owners, ("two_shot", *given), "own compares weights")
         for given in [("ef21(fp16(allgather))",), ("allgather", 2)]
     ),
-    (by_shards, ("error_feedback(bf16(two_shot))",), "compress_shards has a pipeline of gradients with a state"),
-    (by_weighted_shards, (), "compress_shards has a pipeline of gradients with a state or a weight"),
-    (by_coded_weights, (), "with `ef21`, ranks agree on the weights that they send"),
-    (by_two_axes, ("error_feedback(bf16(two_shot))", FEEDBACK), "compress_shards has a pipeline of gradients with a"),
-    (by_a_hook, (), "it has no plan: it reads values, or runs foreign code"),
-    (by_a_scaler, (FEEDBACK,), "operation not permitted when stream is capturing: the host waits"),
-    *((by_torchft, (FEEDBACK,), "its ranks come and go") for _ in [*TORCHFT][:1]),
-    (by_outer_steps, ("diloco(allreduce, every=3)",), "an outer step counts"),
+    (by.shards, ("error_feedback(bf16(two_shot))",), "compress_shards has a pipeline of gradients with a state"),
+    (by.shards, ("weighted(bf16(two_shot))",), "compress_shards has a pipeline of gradients with a state or a weight"),
+    (by.shards, ("", "ef21(quantize(allgather))"), "with `ef21`, ranks agree on the weights that they send"),
+    (by.two_axes, ("error_feedback(bf16(two_shot))", FEEDBACK), "compress_shards has a pipeline of gradients with a"),
+    (by.a_hook, (), "it has no plan: it reads values, or runs foreign code"),
+    (by.a_scaler, (FEEDBACK,), "operation not permitted when stream is capturing: the host waits"),
+    *((by.torchft, (FEEDBACK,), "its ranks come and go") for _ in [*TORCHFT][:1]),
+    (by.outer_steps, ("diloco(allreduce, every=3)",), "an outer step counts"),
 ]
 
 
 @pytest.mark.parametrize(("way", "given", "error"), REFUSED)
 def test_what_cannot_be_captured_is_named(ranks: Any, way: Any, given: tuple[Any, ...], error: str) -> None:
-    n = 4 if way is by_two_axes else 2
+    n = 4 if way is by.two_axes else 2
     want = ranks(n, "side", train, way, given, None)
     for rank, (text, found) in enumerate(ranks(n, "side", refused, way, given)):
         assert error in text
@@ -240,7 +228,7 @@ def reloading(rank: int, device: str, way: Any, given: tuple[Any, ...]) -> None:
     run(batches[5])
 
 
-@pytest.mark.parametrize(("way", "given"), [(by_the_class, (RANDOM,)), (by_shards, ("bf16(two_shot)",))])
+@pytest.mark.parametrize(("way", "given"), [(by.the_class, (RANDOM,)), (by.shards, ("bf16(two_shot)",))])
 def test_a_checkpoint_that_moves_an_optimizers_state_is_never_ignored(
     ranks: Any, way: Any, given: tuple[Any, ...]
 ) -> None:
@@ -272,45 +260,12 @@ def test_an_overflow_of_one_rank_leaves_the_memory_of_all_as_it_was(ranks: Any, 
     assert ranks(2, "side", overflowing, text, True) == ranks(2, "side", overflowing, text, False)
 
 
-def failing(rank: int, device: str, way: Any, given: tuple[Any, ...], is_within: bool) -> tuple[str, Any]:
-    """One rank fails while it captures, within backward or at the end. Both are told, and train on."""
-    step, found = way(rank, device, *given)
-    batches, fails = small(rank, device)[1], rank == 0
-
-    def fragile(x: Tensor) -> Tensor:
-        if fails and torch.get_device_module(device).is_current_stream_capturing():
-            if is_within:
-                x.requires_grad_().register_hook(lambda grad: grad.sum().item())
-            step(x).sum().item()
-        return step(x)
-
-    run = fnddp.make_graphed_callable(fragile)
-    for batch in batches[:3]:
-        run(batch)
-    before = bits(found())
-    with pytest.raises(RuntimeError) as error:
-        run(batches[3])
-    assert bits(found()) == before
-    fails = False
-    for batch in batches[3:]:  # one more that is not captured, since plans were dropped
-        run(batch)
-    run.release()
-    return str(error.value), bits(found())
-
-
-def untouched(rank: int, device: str, way: Any, given: tuple[Any, ...]) -> Any:
-    step, found = way(rank, device, *given)
-    for batch in small(rank, device)[1]:
-        step(batch)
-    return bits(found())
-
-
 FAILING = [
-    *((by_the_class, (RANDOM,), is_within) for is_within in (True, False)),
-    (by_value_and_grad, ("allreduce",), False),
-    (by_jit, (FEEDBACK,), False),
-    (by_shards, ("bf16(two_shot)",), False),  # FSDP does not recover from a backward that raises
-    (by_two_models, (True, "allreduce", RANDOM), True),
+    *((by.the_class, (RANDOM,), is_within) for is_within in (True, False)),
+    (by.value_and_grad, ("allreduce",), False),
+    (by.jit, (FEEDBACK,), False),
+    (by.shards, ("bf16(two_shot)",), False),  # FSDP does not recover from a backward that raises
+    (by.two_models, (True, "allreduce", RANDOM), True),
 ]
 
 
@@ -318,44 +273,40 @@ FAILING = [
 def test_a_rank_that_cannot_capture_its_step_is_named_on_it_and_all_train_on(
     ranks: Any, way: Any, given: tuple[Any, ...], is_within: bool
 ) -> None:
-    (mine, one), (other, two) = ranks(2, "side", failing, way, given, is_within)
-    assert [one, two] == ranks(2, "side", untouched, way, given)
+    (mine, one), (other, two) = ranks(2, "side", refused, way, given, is_within)
+    assert [one, two] == ranks(2, "side", train, way, given, None)
     assert "the step cannot be captured, and nothing has happened: RuntimeError: operation not permitted" in mine
     assert "another rank could not capture its step" in other
 
 
 def with_an_eager_step_between(rank: int, device: str) -> Any:
     """Gradients of an eager step are not overwritten by replays."""
-    net, batches = small(rank, device)
-    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(RANDOM), bucket_cap_mb=0.0002)
-    step = step_of(model, sgd(net))
-    run = fnddp.make_graphed_callable(step)
+    step, found = by.the_class(rank, device, RANDOM)
+    batches, run = small(rank, device)[1], fnddp.make_graphed_callable(step)
     for batch in batches[:5]:
         run(batch)
     step(batches[5])
-    kept = [p.grad for p in net.parameters()]
+    kept = [p.grad for p in found()[0].values()]
     before = bits(kept)
     for batch in batches[6:]:
         run(batch)
     assert bits(kept) == before
     run.release()
-    return bits([dict(net.named_parameters()), model.sync_state])
+    return bits(found())
 
 
 def test_an_eager_step_may_come_between_replays(ranks: Any) -> None:
-    assert ranks(2, "side", with_an_eager_step_between) == ranks(2, "side", untouched, by_the_class, (RANDOM,))
+    assert ranks(2, "side", with_an_eager_step_between) == ranks(2, "side", trained, by.the_class, (RANDOM,))
 
 
 def two_callables(rank: int, device: str, captures: bool) -> Any:
     """Two graphs of a model, as for two sizes of batches, one of which is released."""
-    net, batches = small(rank, device)
-    model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(RANDOM), bucket_cap_mb=0.0002)
-    step, states = step_of(model, sgd(net)), list[Any]()
+    (step, found), states = by.the_class(rank, device, RANDOM), list[Any]()
     runs: list[Any] = [fnddp.make_graphed_callable(step, 3 - i) if captures else step for i in range(2)]
-    for i, batch in enumerate(batches):
+    for i, batch in enumerate(small(rank, device)[1]):
         for run in runs if i < 6 else runs[1:]:
             run(batch)
-            states.append(bits([dict(net.named_parameters()), model.sync_state]))
+            states.append(bits(found()))
         if captures and i == 5:
             runs[0].release()
     return states
@@ -404,13 +355,11 @@ def test_a_table_takes_few_operations_and_those_that_graphs_read_are_kept(ranks:
     assert ranks(1, "side", with_tables) == [3]  # ones, views of its elements, and a product
 
 
-def by_hand(rank: int, device: str, text: str, make: Callable[[], nn.Module] | None = None) -> Any:
+def by_hand(rank: int, device: str, way: Any, given: tuple[Any, ...]) -> Any:
     """torch's own context, without `make_graphed_callable`."""
-    net, batches = small(rank, device)
-    net = net if make is None else make().to(device)
-    module: Any = torch.get_device_module(device)
-    model, stream, x = fnddp.DistributedDataParallel(net, sync=text), torch.Stream(device), batches[0].clone()
-    step, graph = step_of(model, sgd(net)), module.CUDAGraph()
+    step, found = way(rank, device, *given)
+    batches, module = small(rank, device)[1], torch.get_device_module(device)
+    stream, x, graph = torch.Stream(device), batches[0].clone(), module.CUDAGraph()
     stream.wait_stream(torch.accelerator.current_stream())
     with stream:
         for batch in batches[:3]:
@@ -425,39 +374,18 @@ def by_hand(rank: int, device: str, text: str, make: Callable[[], nn.Module] | N
             x.copy_(batch)
             graph.replay()
     torch.accelerator.current_stream().wait_stream(stream)
-    return bits(dict(net.named_parameters()))
-
-
-def eagerly(rank: int, device: str, text: str) -> Any:
-    net, batches = small(rank, device)
-    step = step_of(fnddp.DistributedDataParallel(net, sync=text), sgd(net))
-    for batch in batches:
-        step(batch)
-    return bits(dict(net.named_parameters()))
+    return bits(found())
 
 
 def test_a_pipeline_without_a_state_is_captured_by_hand_and_others_are_refused(ranks: Any) -> None:
-    assert ranks(2, "side", by_hand, "bf16(two_shot)") == ranks(2, "side", eagerly, "bf16(two_shot)")
-    for text in ranks(2, "side", by_hand, FEEDBACK):
+    by_class = by.the_class, ("bf16(two_shot)",)
+    assert ranks(2, "side", by_hand, *by_class) == ranks(2, "side", trained, *by_class)
+    for text in ranks(2, "side", by_hand, by.the_class, (FEEDBACK,)):
         assert "capture it with fnddp.make_graphed_callable" in text
 
 
-class LeavesOneOut(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.left_out = nn.Linear(6, 5), nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
-
-
-def with_a_leaf_left_out(rank: int, device: str) -> Any:
-    net = LeavesOneOut().to(device)
-    return step_of(fnddp.DistributedDataParallel(net), sgd(net)), lambda: dict(net.named_parameters())
-
-
 def test_a_leaf_without_a_gradient_is_named(ranks: Any) -> None:
-    for text, _ in ranks(2, "side", refused, with_a_leaf_left_out, ()):
+    for text, _ in ranks(2, "side", refused, by.branches, ("allreduce",)):
         assert "leaves without a gradient cannot be captured" in text
         assert "left_out.weight" in text
-    ranks(2, "side", by_hand, "allreduce", LeavesOneOut)  # after an error in torch's own context, steps go on, too
+    ranks(2, "side", by_hand, by.branches, ("allreduce",))  # after an error in torch's own context, steps go on, too

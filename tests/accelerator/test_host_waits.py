@@ -11,67 +11,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fnddp
-from tests.accelerator.steps import (
-    FEEDBACK,
-    Step,
-    by_a_scaler,
-    by_coded_weights,
-    by_jit,
-    by_outer_steps,
-    by_owners,
-    by_register,
-    by_replicas,
-    by_shards,
-    by_the_class,
-    by_two_axes,
-    by_value_and_grad,
-    by_weighted_shards,
-    sgd,
-    small,
-    step_of,
-)
+from tests.accelerator import steps as by
+from tests.accelerator.steps import FEEDBACK, Step, sgd, small, step_of
 from tests.streams import site
 
 pytestmark = pytest.mark.thorough
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.extra, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 5)
-        self.uses_extra = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).tanh()
-        return self.last(x + self.extra(x) if self.uses_extra else x)
-
-
-def module(device: str, text: str = FEEDBACK, **options: Any) -> fnddp.DistributedDataParallel:
-    return fnddp.DistributedDataParallel(Net().to(device), sync=text, bucket_cap_mb=0.0002, **options)
-
-
-def with_weights(rank: int, device: str) -> tuple[Step, Any]:
-    model, numbers = module(device, f"weighted({FEEDBACK})"), count(3 + rank)
+def with_weights(rank: int, device: str, text: str) -> tuple[Step, Any]:
+    """Numbers of the host."""
+    model, numbers = fnddp.DistributedDataParallel(small(rank, device)[0], sync=fnddp.parse(text)), count(3 + rank)
     return step_of(model, sgd(model), lambda: model.weight(next(numbers))), None
 
 
-def without_a_gradient(rank: int, device: str) -> tuple[Step, Any]:
-    """On the first rank."""
-    model = module(device, find_unused_parameters=True)
-    model.module.uses_extra = rank > 0
-    return step_of(model, sgd(model)), None
-
-
 def with_grads_kept(rank: int, device: str, text: str) -> tuple[Step, Any]:
-    model = module(device, text)
-    return step_of(model, sgd(model), set_to_none=False), None
+    return by.the_class(rank, device, text, set_to_none=False)
 
 
 def with_outer_steps(rank: int, device: str, text: str) -> tuple[Step, Any]:
-    local_step, found = by_outer_steps(rank, device, text)
+    local_step, found = by.outer_steps(rank, device, text)
 
     def step(x: Tensor) -> Tensor:
         for _ in range(3):  # and one more, in which each fragment exchanges once
@@ -125,27 +86,27 @@ TEXTS = [FEEDBACK, "error_feedback(powersgd(allreduce, rank=1, min_compression_r
 CLIPPED = "clip_by_global_norm(fp16(allreduce), max_norm=1.0)"
 # Ranks, a way and its arguments, and what the host waits for in a step: on all ranks, or on each.
 ROWS: list[tuple[int, Callable[..., Any], tuple[Any, ...], Any]] = [
-    (2, by_register, ("",), {}),  # torch's class alone
-    *((2, way, (FEEDBACK,), BEFORE) for way in (by_register, by_value_and_grad, by_jit)),
-    *((2, by_the_class, (text,), BEFORE) for text in [*TEXTS, CLIPPED]),
-    (2, by_the_class, ("fp16(allreduce, check=True)",), {NOTICE: 1, "transforms/cast.py item": 1}),
-    (2, with_weights, (), BEFORE),
-    (2, without_a_gradient, (), [{SUM: 1}, BEFORE]),
+    (2, by.register, ("",), {}),  # torch's class alone
+    *((2, way, (FEEDBACK,), BEFORE) for way in (by.register, by.value_and_grad, by.jit)),
+    *((2, by.the_class, (text,), BEFORE) for text in [*TEXTS, CLIPPED]),
+    (2, by.the_class, ("fp16(allreduce, check=True)",), {NOTICE: 1, "transforms/cast.py item": 1}),
+    (2, with_weights, (f"weighted({FEEDBACK})",), BEFORE),
+    (2, by.branches, (FEEDBACK, 1), [{SUM: 1}, BEFORE]),
     (2, with_grads_kept, (FEEDBACK,), BEFORE),
     (2, with_grads_kept, ("all_reduce(op='sum')",), {NOTICE: 1, "adapters/module/steps.py item": 1}),
-    (2, by_a_scaler, (FEEDBACK,), {"item": 1, NOTICE: 1}),  # the scaler's own
-    (2, by_shards, ("",), {}),
-    (2, by_shards, ("bf16(two_shot)",), BEFORE),
-    (2, by_shards, ("error_feedback(quantize(two_shot, bits=4))",), BEFORE),
-    (2, by_coded_weights, (), {"integrations/fsdp/unit.py item": 4}),
-    (2, by_weighted_shards, (), BEFORE),
-    (2, by_replicas, (FEEDBACK,), BEFORE),
-    (4, by_two_axes, ("error_feedback(bf16(two_shot))", FEEDBACK, "bf16(allgather)"), BEFORE),
+    (2, by.a_scaler, (FEEDBACK,), {"item": 1, NOTICE: 1}),  # the scaler's own
+    (2, by.shards, ("",), {}),
+    (2, by.shards, ("bf16(two_shot)",), BEFORE),
+    (2, by.shards, ("error_feedback(quantize(two_shot, bits=4))",), BEFORE),
+    (2, by.shards, ("", "ef21(quantize(allgather))"), {"integrations/fsdp/unit.py item": 4}),
+    (2, by.shards, ("weighted(bf16(two_shot))",), BEFORE),
+    (2, by.replicas, (FEEDBACK,), BEFORE),
+    (4, by.two_axes, ("error_feedback(bf16(two_shot))", FEEDBACK, "bf16(allgather)"), BEFORE),
     (2, with_outer_steps, ("diloco(allreduce, every=4)",), BEFORE),
     (2, with_outer_steps, ("streaming_diloco(allreduce, every=4, fragments=2, delay=1)",), {NOTICE: 2}),
-    (2, by_owners, ("two_shot",), {NOTICE: 2}),
-    (2, by_owners, ("two_shot", "ef21(fp16(allgather))"), {NOTICE: 2, "core/tree.py copy to the host": 1}),
-    (2, by_owners, ("two_shot", "allgather", 2), {NOTICE: 3, **COMPARED}),
+    (2, by.owners, ("two_shot",), {NOTICE: 2}),
+    (2, by.owners, ("two_shot", "ef21(fp16(allgather))"), {NOTICE: 2, "core/tree.py copy to the host": 1}),
+    (2, by.owners, ("two_shot", "allgather", 2), {NOTICE: 3, **COMPARED}),
 ]
 
 

@@ -8,7 +8,7 @@ import math
 import os
 import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -19,126 +19,52 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor, nn
 
 import fnddp
-from fnddp.integrations.fsdp import compress, compress_replicas, compress_shards
 from fnddp.laws import bits
+from tests.accelerator import steps as by
 from tests.accelerator.conftest import ORDERS
+from tests.accelerator.steps import sgd, small, trained
 from tests.pipelines import nestings
-from tests.sharded import meshes, sharded
-from tests.ways import LOSSY, WAYS, Way
+from tests.ways import LOSSY, WAYS
 
 pytestmark = pytest.mark.thorough
 
 STEPS = 4
 POWERSGD = "error_feedback(powersgd(bf16(allreduce), rank=2, min_compression_rate=0))"
 QUANTIZED = "error_feedback(quantize(two_shot, bits=4, block=16))"
-MIXED = f"partition({{'[!w]*': every(2, {QUANTIZED}), '*': {POWERSGD}}})"  # memories that operators keep, and others
+MIXED = f"partition({{'[!f]*': every(2, {QUANTIZED}), '*': {POWERSGD}}})"  # memories that operators keep, and others
 
 
-class Norm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
-
-
-class Model(nn.Module):
-    """Words, attention, and a layer that some ranks leave out in some steps."""
-
-    def __init__(self, width: int = 12) -> None:
-        super().__init__()
-        self.words, self.norm = nn.Embedding(20, width), Norm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.extra, self.head = nn.Linear(width, width), nn.Linear(width, 20)
-
-    def forward(self, words: Tensor, extra: bool = True) -> Tensor:
-        x = self.words(words)
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        x = x + self.out(torch.softmax(q @ k.transpose(-1, -2), -1) @ v)
-        return self.head(x + self.extra(x).tanh() if extra else x)
-
-
-def made(device: str) -> Model:
-    torch.manual_seed(0)
-    return Model().to(device)
-
-
-def loss_of(model: Callable[..., Tensor], rank: int, step: int, device: str, **options: Any) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    words = torch.randint(20, (4, 7), generator=generator).to(device)
-    return nn.functional.cross_entropy(model(words[:, :-1], **options).flatten(0, 1), words[:, 1:].flatten())
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-
-
-def module(device: str, text: str = POWERSGD, **options: Any) -> fnddp.DistributedDataParallel:
-    return fnddp.DistributedDataParallel(made(device), sync=fnddp.parse(text), bucket_cap_mb=0.002, **options)
-
-
-def result(model: nn.Module, *states: Any) -> list[Any]:
-    return bits([{name: getattr(p, "_local_tensor", p) for name, p in model.named_parameters()}, *states])
-
-
-def train(
-    rank: int, device: str, model: Any, around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext()
-) -> None:
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with around(step):
-            loss_of(model, rank, step, device).backward()
-        optimizer.step()
+def made(device: str, text: str = POWERSGD) -> Any:
+    return WAYS["module"](text, device=device)
 
 
 # What trains: each is given the rank and the device, and returns bits.
 
 
-def by(rank: int, device: str, name: str, text: str) -> Any:
-    """Train by a way in of tests/ways.py, later without some gradients. The host reads nothing meanwhile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Way, "device", device)
-        training = WAYS[name](text)
-        for step in range(2 * STEPS):
-            lacks_some = step >= STEPS and (step + rank) % 2 == 0 and not training.uses_alike
-            training.backward(training.batch(rank, step, extra=None if lacks_some else 1.0))
-            training.optimizer.step()
-        found = training.all
-        training.end()
+def by_a_way(rank: int, device: str, name: str, text: str) -> Any:
+    """Train by a way in of tests/ways.py, clipped, later without some gradients. The host reads nothing meanwhile."""
+    training = WAYS[name](text, device=device)
+    for step in range(2 * STEPS):
+        lacks_some = step >= STEPS and (step + rank) % 2 == 0 and not training.uses_alike
+        training.backward(training.batch(rank, step, extra=None if lacks_some else 1.0))
+        nn.utils.clip_grad_norm_(training.model.parameters(), 0.5)
+        training.optimizer.step()
+    found = training.all
+    training.end()
     return found
 
 
 def accumulating(rank: int, device: str) -> Any:
     """In `.grad` that is kept, and is there or not before a backward."""
-    model = module(device)
-    optimizer = sgd(model)
+    training = made(device)
     for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        with model.no_sync():
+        training.optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with training.no_sync():
             for micro in (1, 2):
-                loss_of(model, rank, 10 * micro + step, device).backward()
-        loss_of(model, rank, step, device).backward()
-        optimizer.step()
-    return result(model, model.sync_state)
-
-
-def weighted(rank: int, device: str) -> Any:
-    model = module(device, f"weighted({POWERSGD})")
-    train(rank, device, model, lambda step: model.weight(3 + 2 * rank + step))
-    return result(model, model.sync_state)
-
-
-def with_two_models_in_a_backward(rank: int, device: str) -> Any:
-    one, two = module(device), module(device, QUANTIZED)
-    optimizers = [sgd(one), sgd(two)]
-    for step in range(STEPS):
-        (loss_of(one, rank, step, device) + loss_of(two, rank, step + 10, device)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return [result(one, one.sync_state), result(two, two.sync_state)]
+                training.model(training.batch(rank, 10 * micro + step)).backward()
+        training.model(training.batch(rank, step)).backward()
+        training.optimizer.step()
+    return training.all
 
 
 class _SumOfGradients(torch.autograd.Function):
@@ -156,10 +82,13 @@ class _SumOfGradients(torch.autograd.Function):
 
 
 def beside_collectives_of_the_model(rank: int, device: str) -> Any:
-    model = module(device, "weighted(fp16(allreduce))")
-    model.module.norm.register_forward_hook(lambda _module, _inputs, x: _SumOfGradients.apply(x))
-    train(rank, device, model, lambda step: model.weight(3 + 2 * rank + step))
-    return result(model)
+    training = made(device, "weighted(fp16(allreduce))")
+    training.model.module.first.register_forward_hook(lambda _module, _inputs, x: _SumOfGradients.apply(x))
+    for step in range(STEPS):
+        with training.model.weight(3 + 2 * rank + step):
+            training.backward(training.batch(rank, step))
+        training.optimizer.step()
+    return training.all
 
 
 def stream_of(device: str) -> Any:
@@ -167,52 +96,48 @@ def stream_of(device: str) -> Any:
 
 
 def with_the_optimizer_on_another_stream(rank: int, device: str) -> Any:
-    model, side = module(device), stream_of(device)
-    optimizer = sgd(model)
+    training, side = made(device), stream_of(device)
     for step in range(STEPS):
-        loss_of(model, rank, step, device).backward()
+        training.backward(training.batch(rank, step))
         if device != "cpu":
             side.wait_stream(torch.accelerator.current_stream())
         with side:
-            optimizer.step()
+            training.optimizer.step()
         if device != "cpu":
-            for p in model.parameters():
+            for p in training.model.parameters():
                 p.grad.record_stream(side)
             torch.accelerator.current_stream().wait_stream(side)
-        optimizer.zero_grad()
-    return result(model, model.sync_state)
+    return training.all
 
 
 def on_another_stream(rank: int, device: str) -> Any:
     with stream_of(device):
-        return by(rank, device, "module", POWERSGD)
+        return by_a_way(rank, device, "module", POWERSGD)
 
 
 def reading_means_late(rank: int, device: str) -> Any:
     """Of earlier steps, while later ones run."""
-    model, kept = module(device), list[Any]()
+    training, kept = made(device), list[Any]()
     for step in range(STEPS):
-        model.zero_grad()
-        loss_of(model, rank, step, device).backward()
-        kept.append({name: p.grad for name, p in model.named_parameters()})
-    return bits([kept, model.sync_state])
+        training.backward(training.batch(rank, step))
+        kept.append([p.grad for p in training.model.parameters()])
+    return bits([kept, training.state])
 
 
 def with_autocast_and_a_loss_scaler(rank: int, device: str, text: str) -> Any:
     """One rank overflows in one step, which changes nothing."""
-    model = module(device, text)
-    optimizer, scaler = sgd(model), torch.amp.GradScaler(device.split(":")[0])
+    training, kind = made(device, text), device.split(":")[0]
+    scaler = torch.amp.GradScaler(kind)
     for step in range(STEPS):
-        with torch.autocast(device.split(":")[0], dtype=torch.bfloat16):
-            loss = loss_of(lambda x: model(x).float(), rank, step, device)
+        training.model.zero_grad()
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            loss = training.model(training.batch(rank, step))
         scaler.scale(loss * (math.inf if step == 1 and rank == 1 else 1.0)).backward()
-        scaler.step(optimizer)
+        scaler.step(training.optimizer)
         scaler.update()
-        optimizer.zero_grad()
-    found = result(model, model.sync_state, scaler.get_scale())
     assert scaler.get_scale() < 2**16
-    assert all(p.isfinite().all() for p in model.parameters())
-    return found
+    assert all(p.isfinite().all() for p in training.model.parameters())
+    return training.all, scaler.get_scale()
 
 
 def with_residuals(rank: int, device: str, by_class: bool, residual: str = "float32") -> Any:
@@ -249,74 +174,11 @@ def with_residuals(rank: int, device: str, by_class: bool, residual: str = "floa
     return bits(found)
 
 
-def train_shards(device: str, model: Any, around: Any = lambda _: nullcontext()) -> None:
-    optimizer, generator = sgd(model), torch.Generator().manual_seed(5 + dist.get_rank())
-    for step in range(STEPS):
-        with around(step):
-            x = torch.randn(4, 6, generator=generator).to(device)
-            model(x)["out"].square().mean().backward()
-        optimizer.step()
-        model.zero_grad()
-
-
-def mesh_of(device: str, *shape: int) -> Any:
-    return meshes(*shape, kind=device.split(":")[0])
-
-
-def with_shards(rank: int, device: str, gradients: str, weights: str | None) -> Any:
-    model = sharded(mesh_of(device, 1, 2)["shard"])
-    shards = compress_shards(model, gradients, weights=weights)
-    train_shards(device, model)
-    return result(model, shards.sync_state)
-
-
-def with_weighted_shards(rank: int, device: str) -> Any:
-    model = sharded(mesh_of(device, 1, 2)["shard"])
-    shards = compress_shards(model, "weighted(two_shot)")
-    train_shards(device, model, lambda step: shards.weight(2 + rank + step))
-    return result(model, shards.sync_state)
-
-
-def with_replicas(rank: int, device: str, text: str) -> Any:
-    mesh = mesh_of(device, 2, 2)
-    model = sharded(mesh["shard"])
-    replicas = compress_replicas(model, text, mesh["replicate"])
-    train_shards(device, model)
-    return result(model, replicas.sync_state)
-
-
-def with_two_axes(rank: int, device: str) -> Any:
-    mesh = mesh_of(device, 2, 2)
-    model = sharded(mesh["shard"])
-    handle = compress(
-        model,
-        mesh,
-        gradients=QUANTIZED,
-        weights="ef21(quantize(allgather, bits=4))",
-        replicas="error_feedback(fp16(allreduce))",
-    )
-    train_shards(device, model)
-    return result(model, handle.sync_state)
-
-
-def with_owners(rank: int, device: str, gradients: str, weights: str) -> Any:
-    """Clipped through the model's parameters, whose gradients stand for those that the owners have."""
-    net = made(device)
-    optimizer = sgd(net)
-    model = fnddp.own(net, optimizer, gradients=gradients, weights=weights)
-    for step in range(STEPS):
-        loss_of(model, rank, step, device).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return result(net)
-
-
 def with_two_levels(rank: int, device: str, text: str) -> Any:
     inside = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     names = {"inside": inside[rank // 2].group_name, "across": across[rank % 2].group_name}
-    return by(rank, device, "module", text.format(**names))
+    return by_a_way(rank, device, "module", text.format(**names))
 
 
 PIPELINES = ["allreduce", POWERSGD, QUANTIZED, LOSSY]
@@ -325,29 +187,31 @@ WAYS_IN = [
     *product(("module",), PIPELINES),
     *product(("register", "value_and_grad", "jit"), (POWERSGD, QUANTIZED)),  # which have the same engine
     ("own", "two_shot"),
+    ("own_weights", "error_feedback(quantize(two_shot, bits=4))"),
     ("compress_shards", "bf16(two_shot)"),
     *(("own_matrices", text) for text in ("allgather", "ef21(quantize(allgather, bits=4))")),
     ("diloco", "diloco(allreduce, every=3)"),
     ("streaming_diloco", STREAMING),
 ]
+OF_WEIGHTS = "ef21(quantize(allgather, bits=4))"
 LEVELS = [
     "hierarchical(error_feedback(powersgd(all_reduce('{across}'), min_compression_rate=0)), intra='{inside}')",
     "hierarchical(quantize(all_gather('{across}')), intra='{inside}')",
 ]
 TWO: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
-    *((by, given) for given in WAYS_IN),
-    *((each, ()) for each in (accumulating, weighted, with_two_models_in_a_backward, beside_collectives_of_the_model)),
-    *((each, ()) for each in (with_the_optimizer_on_another_stream, on_another_stream, reading_means_late)),
-    (with_weighted_shards, ()),
+    *((by_a_way, given) for given in WAYS_IN),
+    *((each, ()) for each in (accumulating, beside_collectives_of_the_model, reading_means_late)),
+    *((each, ()) for each in (with_the_optimizer_on_another_stream, on_another_stream)),
     *((with_residuals, given) for given in product((True, False), ("float32", "int8"))),
     *((with_autocast_and_a_loss_scaler, (text,)) for text in (POWERSGD, QUANTIZED, MIXED)),
-    (with_shards, (QUANTIZED, "ef21(quantize(allgather, bits=4))")),
-    (with_owners, ("error_feedback(quantize(two_shot, bits=4))", "ef21(quantize(allgather, bits=4))")),
+    (trained, (by.the_class, (f"weighted({POWERSGD})",))),
+    (trained, (by.two_models, (True, POWERSGD, QUANTIZED))),
+    (trained, (by.shards, ("weighted(two_shot)",))),
+    (trained, (by.shards, (QUANTIZED, OF_WEIGHTS))),
 ]
 FOUR: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
-    (with_replicas, (POWERSGD,)),
-    (with_replicas, (QUANTIZED,)),
-    (with_two_axes, ()),
+    *((trained, (by.replicas, (text, 2))) for text in (POWERSGD, QUANTIZED)),
+    (trained, (by.two_axes, (QUANTIZED, LOSSY, OF_WEIGHTS))),
     *((with_two_levels, (text,)) for text in LEVELS),
 ]
 
@@ -384,25 +248,8 @@ def sample(number: int, size: int) -> list[str]:
     return random.Random(number).sample(list(found), size)
 
 
-def small(rank: int, device: str) -> tuple[nn.Module, list[Tensor]]:
-    """A network, and this rank's batch of each step."""
-    torch.manual_seed(0)
-    net, generator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)), torch.Generator().manual_seed(rank)
-    return net.to(device), [torch.randn(4, 6, generator=generator).to(device) for _ in range(3)]
-
-
 def train_small(rank: int, device: str, texts: list[str]) -> dict[str, Any]:
-    ends = {}
-    for text in texts:
-        net, batches = small(rank, device)
-        model = fnddp.DistributedDataParallel(net, sync=fnddp.parse(text), bucket_cap_mb=0.0002)
-        optimizer = sgd(net)
-        for batch in batches:
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            optimizer.step()
-        ends[text] = result(net, model.sync_state)
-    return ends
+    return {text: trained(rank, device, by.the_class, (text,), 3) for text in texts}
 
 
 def train_small_by_calls(rank: int, device: str, texts: list[str]) -> dict[str, Any]:
@@ -415,7 +262,7 @@ def train_small_by_calls(rank: int, device: str, texts: list[str]) -> dict[str, 
         net, batches = small(rank, device)
         sync, optimizer = fnddp.parse(text), sgd(net)
         state = sync.init(dict(net.named_parameters()))
-        for batch in batches:
+        for batch in batches[:3]:
             optimizer.zero_grad()
             net(batch).square().mean().backward()
             means, state = sync({name: p.grad for name, p in net.named_parameters()}, state)
@@ -423,7 +270,7 @@ def train_small_by_calls(rank: int, device: str, texts: list[str]) -> dict[str, 
                 p.grad = means.get(name)
             optimizer.step()
         if all(p.isfinite().all() for p in net.parameters()):
-            ends[text] = result(net, state)
+            ends[text] = bits([dict(net.named_parameters()), state])
     return ends
 
 

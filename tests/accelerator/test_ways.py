@@ -13,7 +13,7 @@ import torch
 from fnddp import CollectiveError
 from tests import test_ways
 from tests.accelerator.conftest import ORDERS, is_done
-from tests.test_ways import EVENTS, places, run_row
+from tests.test_ways import run_row
 from tests.ways import FAMILIES, REFUSED, WAYS, Absent, Interrupt, Trap, Way
 
 pytestmark = pytest.mark.thorough
@@ -45,7 +45,7 @@ def run(rank: int, device: str, name: str, folder: str) -> dict[str, Any]:
         patch.setattr(Way, "device", device)
         patch.setattr(way, "cells", {**way.cells, **CELLS, **OF_ROW.get(name, {})})
         patch.setattr(test_ways, "FAMILIES", here)
-        return run_row(rank, name, folder, EVENTS)
+        return run_row(rank, name, folder)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,43 +53,41 @@ def test_each_event_leaves_a_way_in_as_it_was_or_is_refused(ranks: Any, tmp_path
     ranks(WAYS[name].ranks, ORDERS[NAMES.index(name) % 2], run, name, str(tmp_path))
 
 
-def numbers_of_places(rank: int, device: str, name: str) -> list[int]:
-    """Return those of the class, and of ways in that share its steps the first and the last call of each point."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Way, "device", device)
-        training = WAYS[name]()
-        training.step(training.batch(rank, 0))
-        found = [what if isinstance(what, str) else what[0] for _, what in places(rank, training)]
-    ends = {found.index(what) for what in found} | {len(found) - 1 - found[::-1].index(what) for what in found}
-    return list(range(len(found))) if name == "module" else sorted(ends)
+def places(rank: int, training: Way, name: str) -> list[Any]:
+    """Return all of the class, and of ways in that share its steps the first and the last call of each point."""
+    return test_ways.places(rank, training, ends=name != "module")
+
+
+def count(rank: int, device: str, name: str) -> int:
+    training = WAYS[name](device=device)
+    training.step(training.batch(rank, 0))
+    return len(places(rank, training, name))
 
 
 def fail(rank: int, device: str, name: str, number: int, who: int) -> None:
     """The rank that fails raises its error and refuses; the others raise when they read the state, and in a step."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Way, "device", device)
-        training = WAYS[name]()
-        step, is_mine = training.step if training.updates else training.backward, rank == who
-        training.step(training.batch(rank, 0))
-        _, what = places(rank, training)[number]
-        trap, point = (what, nullcontext()) if isinstance(what, str) else ("", what[0].at(what[1]))
-        with pytest.raises((Trap, Interrupt)) if is_mine else nullcontext(), point if is_mine else nullcontext():
-            step(training.batch(rank, 1, trap=trap if is_mine else ""))
-        told: Any = pytest.raises(CollectiveError, match="another rank failed in the previous step")
-        refuses = pytest.raises(RuntimeError, match=REFUSED.text) if is_mine else told
-        if not is_mine and name not in ("value_and_grad", "jit"):  # whose state is the caller's
-            with told:
-                training.state  # noqa: B018
-        if name != "register":  # a step of torch's class has collectives of its own
-            with refuses:
-                step(training.batch(rank, 2))
-        if not is_mine:  # it has begun collectives that the other never joins, and which end with that rank
-            is_done(rank)
-            with suppress(RuntimeError):
-                torch.accelerator.synchronize()
+    training = WAYS[name](device=device)
+    step, is_mine = training.step if training.updates else training.backward, rank == who
+    training.step(training.batch(rank, 0))
+    what = places(rank, training, name)[number]
+    trap, point = (what, nullcontext()) if isinstance(what, str) else ("", what[0].at(what[1]))
+    with pytest.raises((Trap, Interrupt)) if is_mine else nullcontext(), point if is_mine else nullcontext():
+        step(training.batch(rank, 1, trap=trap if is_mine else ""))
+    told: Any = pytest.raises(CollectiveError, match="another rank failed in the previous step")
+    refuses = pytest.raises(RuntimeError, match=REFUSED.text) if is_mine else told
+    if not is_mine and name not in ("value_and_grad", "jit"):  # whose state is the caller's
+        with told:
+            training.state  # noqa: B018
+    if name != "register":  # a step of torch's class has collectives of its own
+        with refuses:
+            step(training.batch(rank, 2))
+    if not is_mine:  # it has begun collectives that the other never joins, and which end with that rank
+        is_done(rank)
+        with suppress(RuntimeError):
+            torch.accelerator.synchronize()
 
 
 @pytest.mark.parametrize("name", ["module", "register", "value_and_grad", "jit", "own", "diloco"])
 def test_others_are_told_of_a_failure_at_each_point_one_step_later(ranks: Any, name: str) -> None:
-    for number in ranks(2, ORDERS[0], numbers_of_places, name)[0]:
+    for number in range(ranks(2, ORDERS[0], count, name)[0]):
         ranks(2, ORDERS[number % 2], fail, name, number, number // 2 % 2)

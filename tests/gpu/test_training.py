@@ -18,7 +18,7 @@ from fnddp import device as devices
 from fnddp.core.tree import flatten_any
 from tests.accelerator import test_host_waits as waiting
 from tests.accelerator import test_training as training
-from tests.accelerator.steps import FEEDBACK, by_register, small
+from tests.accelerator.steps import FEEDBACK, register, small
 from tests.gpu.record import recorded
 from tests.gpu.test_accelerator import KIND, run_ranks
 
@@ -33,8 +33,8 @@ GROUPS = 5  # of ways that share ranks: to start those takes most of the time
 Way = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def name_of(way: Callable[..., Any], given: tuple[Any, ...]) -> str:
-    return f"{way.__name__}{given}"
+def name_of(*way: Any) -> str:
+    return " ".join(getattr(each, "__name__", str(each)) for each in way)
 
 
 def here() -> str:
@@ -45,8 +45,8 @@ def train_all(rank: int, ways: list[Way], folder: Path) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)  # which also fills new memory with NaN
     ends = {}
     for way, given in ways:
-        print(f"rank {rank}: {name_of(way, given)}", flush=True)  # where it stops
-        ends[name_of(way, given)] = way(rank, here(), *given)
+        print(f"rank {rank}: {name_of(way, *given)}", flush=True)  # where it stops
+        ends[name_of(way, *given)] = way(rank, here(), *given)
     torch.save(ends, folder / f"{rank}.pt")
 
 
@@ -69,7 +69,7 @@ def test_the_bits_are_those_of_a_host_that_waits(monkeypatch, tmp_path, n, ways)
 
 
 # Torch's class times its own first steps, eight events in each, and waits for those.
-BY_TORCH = [(by_register, (text,)) for text in ("", FEEDBACK)]
+BY_TORCH = [(register, (text,)) for text in ("", FEEDBACK)]
 ROWS = [row for row in waiting.ROWS if (row[1], row[2]) not in BY_TORCH]
 
 
@@ -83,7 +83,7 @@ def count_waits(rank: int, rows: list[Any], folder: Path) -> None:
         _, waits = recorded(lambda step=step, of=batches[4:6]: [step(each) for each in of])
         mine = want[rank] if isinstance(want, list) else want
         if len(waits) != 2 * sum(mine.values()):
-            lines.append(f"{name_of(way, given)} on rank {rank} waits for {waits} in two steps, not {mine} in each")
+            lines.append(f"{name_of(way, *given)} on rank {rank} waits for {waits} in two steps, not {mine} in each")
     (folder / f"{rank}.txt").write_text("\n".join(lines))
 
 
