@@ -58,16 +58,15 @@ def test_sums_in_rank_order_are_the_same_in_any_layout():
     want = functools.reduce(torch.add, rows.unbind())
     assert torch.equal(sum_in_rank_order(rows), want)
     assert torch.equal(sum_in_rank_order(rows.transpose(1, 2).contiguous().transpose(1, 2)), want)
-    batched = torch.func.vmap(sum_in_rank_order, in_dims=1)(rows)
-    assert torch.equal(batched, want)
-    torch.library.opcheck(torch.ops.fnddp.sum_in_rank_order.default, (rows,))
+    assert torch.equal(torch.func.vmap(sum_in_rank_order, in_dims=1)(rows), want)
     onto = torch.randn(7, 33)
     want = functools.reduce(torch.add, [onto, *rows.unbind()])
     assert torch.equal(sum_in_rank_order(rows, onto), want)
     assert torch.equal(torch.func.vmap(sum_in_rank_order, in_dims=(1, 0))(rows, onto), want)
     assert torch.equal(torch.func.vmap(sum_in_rank_order, in_dims=(None, 0))(rows[:, 0], onto)[0], want[0])
     assert torch.equal(torch.func.vmap(sum_in_rank_order, in_dims=(1, None))(rows, onto[0])[0], want[0])
-    torch.library.opcheck(torch.ops.fnddp.sum_in_rank_order.default, (rows, onto))
+    for given in (rows,), (rows, onto):
+        torch.library.opcheck(torch.ops.fnddp.sum_in_rank_order.default, given)
 
 
 @pytest.mark.parametrize("text", ["fp16(allgather)", "quantize(allgather, bits=4, block=8)", "topk(allgather, k=3)"])

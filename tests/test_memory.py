@@ -229,9 +229,7 @@ def test_a_cast_around_a_carrier_rounds_only_what_travels(rank, text):
         ("bucketize(quantize(two_shot))", None),
     ],
 )
-def test_who_leaves_out_parts_of_gradients_for_good_is_warned_once(
-    text: str, forgets: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_leaves_out_parts_of_gradients_for_good_is_warned_once(text, forgets, caplog):
     warn_without_memory.cache_clear()
     for _ in range(2):
         fnddp.DistributedDataParallel(torch.nn.Linear(4, 4), sync=text)
