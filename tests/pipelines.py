@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import fnddp
 from fnddp import Sync, allreduce, laws
+from fnddp.core.codec import Carrier, Layer, Layers
 from fnddp.core.sync import all_in
 
 METHODS = ("cholesky", "qr", "gram_schmidt")  # of powersgd
@@ -108,12 +109,17 @@ CODECS = [
     "dct_topk({}, chunk=4, k=3)",
 ]
 CASTS = ["{}", "bf16({})", "cast({}, 'float16', rounding='stochastic', seed=3)"]
-NO_FRACTIONS = (
-    "natural",
-    "majority_vote",
-    "scale='none'",
-    "e8m0",
-)  # in their payloads that a codec inside could encode
+# In payloads of these there are none that a codec inside could encode.
+NO_FRACTIONS = ("natural", "majority_vote", "scale='none'", "e8m0")
+
+
+def layers_of(text: str) -> Layers:
+    """Return all codecs of a pipeline, the outermost first."""
+    layers, codec = list[Layer](), fnddp.parse(text)
+    while not isinstance(codec, Carrier):
+        layers.append(Layer(codec, getattr(codec, "seed", 0)))
+        codec = codec.inner
+    return tuple(layers)
 
 
 @st.composite
@@ -157,16 +163,13 @@ POWERSGD = st.builds(
 )
 
 
-def warmed_up(before: Sync, steps: int) -> Callable[[Sync], Sync]:
-    return partial(fnddp.warmup, steps=steps, before=before)
-
-
 @st.composite
 def nestings(draw: st.DrawFn, depth: int = 4) -> Sync:
     """A random pipeline at most `depth` transforms deep, around a reducer or codecs."""
     if depth == 0:
         return draw(bottoms())
-    sync, warmup = draw(nestings(depth=depth - 1)), st.builds(warmed_up, nestings(depth=depth - 1), st.integers(0, 2))
+    sync, before = draw(nestings(depth=depth - 1)), nestings(depth=depth - 1)
+    warmup = st.builds(partial, st.just(fnddp.warmup), before=before, steps=st.integers(0, 2))
     forms, known = list(TRANSFORMS), [*all_in(sync)]
     if not any(each.remembers for each in known):
         forms += MEMORY

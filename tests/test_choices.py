@@ -62,15 +62,7 @@ def test_the_triples_have_several_answers() -> None:
 
 
 @pytest.mark.parametrize(("rate", "ranks", "model"), one_of(4, TRIPLES))
-def test_all_commands_take_what_choose_does(
-    rate: str,
-    ranks: int,
-    model: str,
-    as_chosen: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+def test_all_commands_take_what_choose_does(rate, ranks, model, as_chosen, monkeypatch, capsys, tmp_path) -> None:
     link, expected = Link.parse(rate), taken(rate, ranks, model)
     of = ("--model", model, "--ranks", str(ranks), "--link", rate)
     assert main.main(["plan", "auto", *of, "--json"]) == 0

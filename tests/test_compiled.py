@@ -1,5 +1,6 @@
 """Steps and segments of plans that torch.compile has compiled give the numbers of eager ones, on each rank."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ TRACED = [text for text in EXAMPLES.values() if fnddp.parse(text).traceable]
 WITHOUT = ("all_reduce", "all_gather", "bucketize", "hierarchical", "none", "unreduced", "warmup", "every", "switch")
 WITHOUT += ("partition", "squared", "measure", "weighted", "shared_momentum", "momentum_correction")
 BY_EAGER = {EXAMPLES[name] for name in WITHOUT}
+COMPILED = [(text, "aot_eager" if text in BY_EAGER else "inductor") for text in ONCE_WRONG + TRACED]
+COMPILED += [(text, "plan") for text in ONCE_WRONG]
 
 
 def assert_alike(sync: fnddp.Sync, got: object, want: object) -> None:
@@ -46,19 +49,19 @@ def inputs_of(rank: int) -> dict[str, Tensor]:
     return leaves | {"bias": leaves["bias"].bfloat16()}
 
 
-@pytest.mark.parametrize(
-    "text",
-    one_of(len(ONCE_WRONG + TRACED), [*ONCE_WRONG, *TRACED]),
-)
+@pytest.mark.parametrize(("text", "how"), one_of(len(COMPILED), COMPILED))
 @on_ranks(2, seconds=240)  # of a compiler
-def test_compiled_equals_eager(rank: int, text: str) -> None:
+def test_compiled_equals_eager(rank: int, text: str, how: str) -> None:
     sync, inputs = fnddp.parse(text), inputs_of(rank)
 
-    def step(inputs: dict[str, Tensor], state: object, i: Tensor) -> object:
-        return sync({name: x * i for name, x in inputs.items()}, state, weight=weight_of(sync))
+    def step(inputs: dict[str, Tensor], state: object, i: Tensor, run: Any = sync) -> Any:
+        return run({name: x * i for name, x in inputs.items()}, state, weight=weight_of(sync))
 
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager" if text in BY_EAGER else "inductor")
+    if how == "plan":
+        compiled: Any = partial(step, run=fnddp.jit(sync, backend="inductor"))
+    else:
+        compiled = torch.compile(step, fullgraph=True, backend=how)
     eager_state = compiled_state = sync.init(inputs)
     for i in (1, 2, 4):
         expected, eager_state = step(inputs, eager_state, torch.tensor(float(i)))
@@ -131,32 +134,14 @@ def test_compiled_over_pairs_of_ranks(rank: int, text: str) -> None:
     """The groups are named in the graph. What Inductor makes of it is in the test above."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     sync, inputs = fnddp.parse(text).over(pairs[rank // 2]), inputs_of(rank)
-
-    def step(inputs: dict[str, Tensor], state: Any) -> tuple[dict[str, Tensor], Any]:
-        return sync(inputs, state)
-
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(sync, fullgraph=True, backend="aot_eager")
     eager_state = compiled_state = sync.init(inputs)
     for _ in range(2):
-        expected, eager_state = step(inputs, eager_state)
+        expected, eager_state = sync(inputs, eager_state)
         mean, compiled_state = compiled(inputs, compiled_state)
         got, wanted = flatten_any((mean, compiled_state))[0], flatten_any((expected, eager_state))[0]
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
         if text == "allreduce":
             partner = inputs_of(rank ^ 1)
             torch.testing.assert_close(mean, {name: (x + partner[name]) / 2 for name, x in inputs.items()})
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("text", ONCE_WRONG)
-@on_ranks(2)
-def test_plans_for_inductor_equal_eager(rank: int, text: str) -> None:
-    sync, inputs = fnddp.parse(text), inputs_of(rank)
-    compiled = fnddp.jit(sync, backend="inductor")
-    eager_state = compiled_state = sync.init(inputs)
-    for i in (1, 2, 4):
-        gradients = {name: x * i for name, x in inputs.items()}
-        expected, eager_state = sync(gradients, eager_state)
-        mean, compiled_state = compiled(gradients, compiled_state)
-        assert_alike(sync, (mean, compiled_state), (expected, eager_state))

@@ -14,12 +14,13 @@ import torch
 import fnddp
 from fnddp import device
 from fnddp.codecs import quantize as codec
-from fnddp.core.codec import Carrier, Key, Layer
+from fnddp.core.codec import Key
 from fnddp.kernels.int8 import encoded
 from fnddp.kernels.leaves import DECODE, ENCODE, ENCODE_SUM, REDUCE, RESIDUAL, SENT, text_of
 from fnddp.kernels.operator import is_same, kernel_or
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import KEEP
+from tests.pipelines import layers_of
 
 ROOT = Path(__file__).parents[1]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -41,25 +42,19 @@ def in_the_interpreter() -> None:
     """Compare the kernels: run in a process with TRITON_INTERPRET=1."""
     from fnddp.kernels import blocks
 
-    taken = 0
-    for bits in (8, 4, 2):
-        for block in (None, 16, 100, 128, 4096):
-            for shape in ((3, 1000), (1, 129), (4, 2, 256), (2, 16), (0, 8), (1, 1)):
-                for dtype in FLOATS:
-                    x = numbers(shape, dtype)
-                    size = codec.block_size(block, shape[-1])
-                    expected = codec.encode_blocks(x, bits, size)
-                    made = blocks.encode(x, bits, size)
-                    if made is not None:
-                        taken += 1
-                        assert all(map(is_same, made, expected)), (bits, block, shape, dtype)
-                    decoded = blocks.decode(*expected, bits, size, shape[-1])
-                    if decoded is not None:
-                        assert is_same(decoded, codec.decode_blocks(*expected, bits, size, shape[-1])), (
-                            bits,
-                            block,
-                            shape,
-                        )
+    taken, shapes = 0, ((3, 1000), (1, 129), (4, 2, 256), (2, 16), (0, 8), (1, 1))
+    for case in product((8, 4, 2), (None, 16, 100, 128, 4096), shapes, FLOATS):
+        bits, block, shape, dtype = case
+        x = numbers(shape, dtype)
+        size = codec.block_size(block, shape[-1])
+        expected = codec.encode_blocks(x, bits, size)
+        made = blocks.encode(x, bits, size)
+        if made is not None:
+            taken += 1
+            assert all(map(is_same, made, expected)), case
+        decoded = blocks.decode(*expected, bits, size, shape[-1])
+        if decoded is not None:
+            assert is_same(decoded, codec.decode_blocks(*expected, bits, size, shape[-1])), case
     assert taken > 50
 
 
@@ -71,7 +66,7 @@ def lists_in_the_interpreter(texts: list[str]) -> None:
         dtype = FLOATS[1 + i % 2] if is_half else torch.float32
         counts, n, rank = cases[i // 2 % 2 if is_half else (i + i // 4) % 4]
         every = numbers((3, 3000), dtype).flatten()
-        codec, x = known(text), [every[2900 * i :][:count].contiguous() for i, count in enumerate(counts)]
+        codec, x = text_of(layers_of(text)), [every[2900 * i :][:count].contiguous() for i, count in enumerate(counts)]
         given: Any = list(counts), n, dtype
         draws = (torch.tensor(2**20 + 7), [f"leaf {i}" for i in range(len(x))]) if "stochastic" in text else ()
         payload = with_gaps(ENCODE.run(codec, x, *given, rank, *draws))
@@ -100,9 +95,8 @@ def lists_in_the_interpreter(texts: list[str]) -> None:
             assert each.kernel(codec, *lists, *given, *ranks, out=out), (text, dtype, counts)
             expected = each.run(codec, *lists, *given, *ranks)
             parts = out, expected
-            if each in (ENCODE, REDUCE, ENCODE_SUM) and bool(
-                ((expected[0] != expected[0]) | (expected[0] == 255)).any()
-            ):
+            is_nan = (expected[0] != expected[0]) | (expected[0] == 255)
+            if each in (ENCODE, REDUCE, ENCODE_SUM) and bool(is_nan.any()):
                 # A block with a NaN scale is NaN as a whole, so its codes do not matter: a CPU gives NaN either sign.
                 assert is_same(out[0], expected[0])
                 parts = (DECODE.run(codec, [part.expand(n, -1) for part in of], *given) for of in parts)
@@ -126,7 +120,7 @@ def keeping_in_the_interpreter() -> None:
 
 def random_in_the_interpreter() -> None:
     """Pin each random number of a kernel to its last bit: numbers that it just lifts to zero, and just does not."""
-    codec = known("quantize(two_shot, block=None, rounding='stochastic', seed=3)")
+    codec = text_of(layers_of("quantize(two_shot, block=None, rounding='stochastic', seed=3)"))
     drawn = Key("w", 0, seed=3, step=2**40 + 5).uniform((1, 1024), like=torch.empty(0)).view(-1)
     for lowered, code in ((0.0, 0), (2.0**-24, -1)):
         x = -drawn - lowered
@@ -171,24 +165,10 @@ def with_gaps(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.cat([part, part], 1)[:, : part.shape[1]] if part.ndim == 2 else part for part in parts]
 
 
-def known(text: str) -> str:
-    """Return the text of the codecs of a pipeline, as operators get it."""
-    layers: list[Layer] = []
-    codec: Any = fnddp.parse(text)
-    while not isinstance(codec, Carrier):
-        layers.append(Layer(codec, getattr(codec, "seed", 0)))
-        codec = codec.inner
-    return text_of(tuple(layers))
-
-
 CODECS = [
-    *(
-        "quantize(two_shot)",
-        "quantize(two_shot, bits=4, block=16)",
-        "quantize(bf16(two_shot), bits=2)",
-        "bf16(two_shot)",
-    ),
-    *("fp8(two_shot)", "fp8(two_shot, format='e2m1', block=32, scale='e8m0')", "sign(two_shot, scale='max', chunk=8)"),
+    *("quantize(two_shot)", "quantize(two_shot, bits=4, block=16)", "quantize(bf16(two_shot), bits=2)"),
+    *("bf16(two_shot)", "fp8(two_shot)", "fp8(two_shot, format='e2m1', block=32, scale='e8m0')"),
+    "sign(two_shot, scale='max', chunk=8)",
     *("lloyd_max(two_shot)", "majority_vote(two_shot)", "quantize(two_shot, bits=4, rounding='stochastic', seed=3)"),
 ]
 
@@ -197,7 +177,7 @@ CODECS = [
 @pytest.mark.parametrize("n", [1, 3])
 def test_operators_on_lists_have_the_numbers_of_the_pipeline(text: str, n: int):
     """All ranks by hand: encode, exchange rows, reduce, exchange results, decode."""
-    codec, shapes = known(text), {"w": (5, 77), "v": (3,), "u": (129,)}
+    codec, shapes = text_of(layers_of(text)), {"w": (5, 77), "v": (3,), "u": (129,)}
     generator = torch.Generator().manual_seed(0)
     stacked = {path: torch.randn(n, *shape, generator=generator) for path, shape in shapes.items()}
     simulated = fnddp.simulate(fnddp.parse(text), world_size=n)
@@ -342,19 +322,9 @@ def in_few_passes() -> None:
 def test_kernels_have_the_bits_of_operations_and_compile_without_a_gpu(what: str, interpret: str, tmp_path: Path):
     pytest.importorskip("triton")
     code = f"import warnings; warnings.simplefilter('ignore'); from tests import test_kernels; test_kernels.{what}"
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": interpret,
-        "PYTHONPATH": str(ROOT),
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    triton = {"TRITON_INTERPRET": interpret, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, **triton, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -62,8 +62,7 @@ def test_a_broken_law_is_named(broken, grads, message):
 def test_a_lossy_pipeline_is_not_exact():
     with pytest.raises(laws.LawError, match=r"law 5 .*fp16\(allreduce\) on rank 0 of 1: .* apart"):
         laws.law_5_lossless_is_exact(0, fp16(allreduce), laws.model)
-    assert not laws.loses_nothing(0, fp16(allreduce), laws.model)
-    assert laws.loses_nothing(0, allreduce, laws.model)
+    assert [laws.loses_nothing(0, sync, laws.model) for sync in (fp16(allreduce), allreduce)] == [False, True]
 
 
 def test_a_wrong_contribution_breaks_law_8():
@@ -96,28 +95,14 @@ def test_on_the_ranks_of_a_process_group(rank):
         run_threads(2, print)
 
 
-def test_leaves_that_hold_no_fractions_are_named_where_a_transform_fails_on_them():
-    positive = breaking("positive", torch.abs)
-    law = r"while checking law 1 .* of positive\(allreduce\) on rank .*"
-    with pytest.raises(
-        RankFailed, match=rf"'Bool'\n{law}\nthe test gradients have leaves .*'flag': 'torch.bool'.* check\("
-    ):
-        laws.check(positive(allreduce), ranks=(2,))
-
-
 def test_a_failure_is_one_error_with_its_hint_first_and_one_traceback():
-    def fails(leaf):
-        if leaf.dtype.is_floating_point:
-            return leaf
-        raise ValueError(f"no {leaf.dtype}")
-
     with pytest.raises(RankFailed) as caught:
-        laws.check(breaking("fails_on_whole", fails)(allreduce), ranks=(4,))
+        laws.check(breaking("positive", torch.abs)(allreduce), ranks=(4,))
     said = str(caught.value)
     first, second, hint, *_ = said.splitlines()
-    assert re.fullmatch(r"rank \d: .*", first)
-    assert second.startswith("while checking law 1 ")
-    assert hint.startswith("the test gradients have leaves of all dtypes")
+    assert re.fullmatch(r"rank \d: .*'Bool'", first)
+    assert re.match(r"while checking law 1 .* of positive\(allreduce\) on rank ", second)
+    assert re.match("the test gradients have leaves of all dtypes.*'flag': 'torch.bool'.* check", hint)
     assert said.count("Traceback (most recent call last)") == 1
     assert "SystemExit" not in said
     assert not any(isinstance(error, SystemExit) for error in caught.value.errors.values())
@@ -136,6 +121,4 @@ READING = {
 def test_a_transform_that_reads_values_is_told_to_say_so(how):
     reading = breaking(f"reading_{how}", READING[how])
     with pytest.raises(laws.LawError, match=r"law 10 .* reads values of tensors, so its `traceable` must be False"):
-        laws.law_10_simulated_is_real(0, reading(allreduce), laws.model)
-    with pytest.raises(laws.LawError, match=r"reads values of tensors, so its `traceable` must be False"):
         laws.check(reading(allreduce), ranks=(2,), grads=laws.model)

@@ -1,7 +1,8 @@
 """Memory against numpy written from the papers, against torch's own SGD, and what each promises of what is lost."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from fnddp import allgather, allreduce, ef21, error_feedback, momentum_correctio
 from fnddp.adapters.handle import warn_without_memory
 from fnddp.core.sync import Sync
 from fnddp.kernels.int8 import from_int8, to_int8
-from fnddp.laws import gather
+from fnddp.laws import gather, run
 from tests.ranks import on_ranks
 from tests.rings import one_of
 
@@ -25,14 +26,10 @@ def gradient(rank: int, step: int, size: int = 12) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def outputs(sync: Sync) -> list[torch.Tensor]:
-    rank = dist.get_rank()
-    state = sync.init({"w": gradient(rank, 0)})
-    means: list[torch.Tensor] = []
-    for step in range(STEPS):
-        mean, state = sync({"w": gradient(rank, step)}, state)
-        means.append(mean["w"])
-    return means
+def outputs(sync: Sync, steps: int = STEPS, of: Callable[[int, int], torch.Tensor] = gradient) -> Any:
+    """Return the means of all steps, and the last state."""
+    means, state = run(sync, lambda *at: {"w": of(*at)}, dist.get_rank() if dist.is_initialized() else 0, range(steps))
+    return [mean["w"] for mean in means], state
 
 
 def numpy_topk(x: np.ndarray, k: int) -> np.ndarray:
@@ -93,7 +90,7 @@ SPARSE = topk(allgather, k=3)
 )
 @on_ranks(1, 3, threads=True)
 def test_means_are_the_papers(rank, sync, paper):
-    for mine, theirs in zip(outputs(sync), paper(dist.get_world_size(), 3), strict=True):
+    for mine, theirs in zip(outputs(sync)[0], paper(dist.get_world_size(), 3), strict=True):
         torch.testing.assert_close(mine.double(), torch.from_numpy(theirs), **CLOSE)
 
 
@@ -108,9 +105,7 @@ def test_means_are_the_papers(rank, sync, paper):
 @on_ranks(3, threads=True)
 def test_the_mean_estimate_drifts_by_float32_roundings_only(rank, sync, dtype, least, most):
     """By the root of the number of steps: 6e-8 * 500 ** 0.5 is 1.3e-6. What a 16-bit sum rounds stays for good."""
-    state = sync.init({"w": gradient(rank, 0, 64).to(dtype)})
-    for step in range(500):
-        _, state = sync({"w": gradient(rank, step, 64).to(dtype)}, state)
+    _, state = outputs(sync, 500, lambda *at: gradient(*at, 64).to(dtype))
     mean = torch.stack(gather(state.h["w"])).double().mean(0)
     assert least <= (mean - state.mean_h["w"]).norm() / mean.norm() <= most
 
@@ -118,11 +113,10 @@ def test_the_mean_estimate_drifts_by_float32_roundings_only(rank, sync, dtype, l
 @on_ranks(2, threads=True)
 def test_uncompressed_shared_momentum_is_that_of_torchs_sgd_and_adam(rank: int) -> None:
     """The optimizer behind it has none: of SGD the steps are the same, of Adam the first moment."""
-
     ours, sgd, adam = (torch.zeros(12, requires_grad=True) for _ in range(3))
     behind = fnddp.without_momentum(torch.optim.SGD([ours], lr=0.1, momentum=0.9), beta=0.9)
     sgd_of, adam_of = torch.optim.SGD([sgd], lr=0.1, momentum=0.9), torch.optim.Adam([adam], lr=0.1)
-    for step, mean in enumerate(outputs(shared_momentum(allreduce))):
+    for step, mean in enumerate(outputs(shared_momentum(allreduce))[0]):
         ours.grad, sgd.grad = mean, sum(gradient(other, step) for other in range(2)) / 2
         adam.grad = sgd.grad.clone()
         for optimizer in (behind, sgd_of, adam_of):
@@ -157,11 +151,8 @@ def test_an_optimizer_without_its_momentum():
 
 
 def test_momentum_is_wider_than_gradients():
-    sync, grads = shared_momentum(allreduce, beta=0.999), {"w": torch.ones(1, dtype=torch.bfloat16)}
-    state = sync.init(grads)
-    for _ in range(3000):
-        mean, state = sync(grads, state)
-        mean["w"].zero_()  # an output is the caller's
+    one = torch.ones(1, dtype=torch.bfloat16)
+    _, state = outputs(shared_momentum(allreduce, beta=0.999), 3000, lambda *_: one)
     assert state.momentum["w"].item() == pytest.approx(1 - 0.999**3000, rel=1e-4)  # in bfloat16 it stops at 0.25
 
 
@@ -200,16 +191,12 @@ def test_small_residuals_take_a_byte_and_a_scale_for_each_block() -> None:
 def test_one_bit_with_both_residuals_loses_nothing(rank: int) -> None:
     n, steps, size = dist.get_world_size(), 6, 21
     sync = error_feedback(sign(two_shot(server_memory=True)))
-    state = sync.init({"w": torch.empty(size)})
-    total = torch.zeros(size, dtype=torch.float64)
-    for step in range(steps):
-        mean, state = sync({"w": gradient(rank, step, size)}, state)
-        total += mean["w"].double()
+    means, state = outputs(sync, steps, lambda *at: gradient(*at, size))
     workers = torch.stack(gather(state.residual["w"])).double().mean(0)
     servers = torch.cat(gather(state.inner.residual["w"])).double()[:size]  # each owns a chunk
     assert servers.abs().max() > 0
     exact = sum(gradient(other, step, size).double() for other in range(n) for step in range(steps)) / n
-    torch.testing.assert_close(total + workers + servers, exact, rtol=0, atol=1e-4)
+    torch.testing.assert_close(sum(means).double() + workers + servers, exact, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -218,25 +205,17 @@ def test_one_bit_with_both_residuals_loses_nothing(rank: int) -> None:
     ids=["error_feedback", "ef21", "momentum_correction"],
 )
 def test_small_gradients_of_16_bits_add_up(memory):
-    sync = memory(topk(allgather, k=1))
-    grads = {"w": torch.tensor([1.0, 0.001], dtype=torch.bfloat16)}
-    state, total = sync.init(grads), torch.zeros(2)
-    for _ in range(3000):
-        mean, state = sync(grads, state)
-        total += mean["w"].float()
-    assert total[1] == pytest.approx(3, abs=1)
+    grads = torch.tensor([1.0, 0.001], dtype=torch.bfloat16)
+    means, _ = outputs(memory(topk(allgather, k=1)), 3000, lambda *_: grads)
+    assert torch.stack(means).float().sum(0)[1] == pytest.approx(3, abs=1)
 
 
 @pytest.mark.parametrize("text", ["bf16(allgather)", "bf16(two_shot)", "bf16(sign(allgather))"])
 @on_ranks(3, threads=True)
 def test_a_cast_around_a_carrier_rounds_only_what_travels(rank, text):
-    sync, grads = error_feedback(fnddp.parse(text)), {"w": gradient(rank, 0, 50)}
-    state, total = sync.init(grads), torch.zeros(50)
-    for _ in range(200):
-        mean, state = sync(grads, state)
-        total += mean["w"]
-    left = allreduce({"w": 200 * grads["w"] - state.residual["w"]}, ())[0]["w"]
-    assert (total - left).abs().max() < 1e-3
+    means, state = outputs(error_feedback(fnddp.parse(text)), 200, lambda rank, _: gradient(rank, 0, 50))
+    left = allreduce({"w": 200 * gradient(rank, 0, 50) - state.residual["w"]}, ())[0]["w"]
+    assert (sum(means) - left).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -250,9 +229,7 @@ def test_a_cast_around_a_carrier_rounds_only_what_travels(rank, text):
         ("bucketize(quantize(two_shot))", None),
     ],
 )
-def test_who_leaves_out_parts_of_gradients_for_good_is_warned_once(
-    text: str, forgets: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_leaves_out_parts_of_gradients_for_good_is_warned_once(text, forgets, caplog):
     warn_without_memory.cache_clear()
     for _ in range(2):
         fnddp.DistributedDataParallel(torch.nn.Linear(4, 4), sync=text)

@@ -46,11 +46,6 @@ def test_a_custom_state_without_marks_is_local_and_other_annotations_are_no_mark
     assert state_dict(Commented(3)) == {"replicated/step": 3}
 
 
-def test_stateless_pipelines_have_nothing_to_save():
-    assert state_dict(allreduce.init(PARAMS)) == {}
-    assert load_state_dict((), {}) == ()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

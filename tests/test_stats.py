@@ -30,27 +30,21 @@ def backward(model: nn.Module, scale: float = 1.0) -> None:
     (scale * model(torch.ones(4, 24))).square().mean().backward()
 
 
-@on_ranks(1)
-def test_the_norm_of_residuals_in_int8_is_near_that_in_float32(rank: int) -> None:
-    norms: list[float | None] = []
-    for residual in "float32", "int8":
+def test_the_norm_of_residuals_in_int8_is_near_that_in_float32() -> None:
+    def norm(residual: str) -> float | None:
         torch.manual_seed(0)
         model = wrapped(error_feedback(powersgd(allreduce, rank=1, min_compression_rate=1), residual=residual))
         backward(model)
-        norms.append(model.sync_stats()["residual_norm"])
-    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
-    assert norms[1] != norms[0]
+        return model.sync_stats()["residual_norm"]
+
+    assert norm("float32") != norm("int8") == pytest.approx(norm("float32"), rel=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["module", "register"])
 @on_ranks(2)
 def test_steps_are_counted_and_measured(rank: int, kind: str) -> None:
-    if kind == "module":
-        model: Any = wrapped(SYNC)
-        has: Any = model
-    else:
-        model = nn.parallel.DistributedDataParallel(nn.Linear(24, 16))
-        has = fnddp.register(model, SYNC)
+    model: Any = wrapped(SYNC) if kind == "module" else nn.parallel.DistributedDataParallel(nn.Linear(24, 16))
+    has: Any = model if kind == "module" else fnddp.register(model, SYNC)
     first = has.sync_stats()
     assert first["steps"] == first["failed_steps"] == 0
     assert [first[key] for key in ("wire_bytes", *TIMES)] == [None] * 4
@@ -87,7 +81,7 @@ def test_a_trace_without_a_step_is_refused() -> None:
 # FNDDP_DEBUG
 
 
-def exchanges(rank: int, steps: int = 3) -> list[Any]:
+def exchanges(rank: int, steps: int) -> list[Any]:
     step, generator = fnddp.jit(SYNC), torch.Generator().manual_seed(rank)
     grads = {"w": torch.randn(24, 32, generator=generator), "b": torch.randn(32, generator=generator)}
     state, means = step.init(grads), []
@@ -102,20 +96,20 @@ def level(monkeypatch: pytest.MonkeyPatch):
     return lambda value: monkeypatch.setenv("FNDDP_DEBUG", value)
 
 
-def test_each_plan_is_printed_once_on_the_first_rank(level, capfd):
+def test_plans_are_printed_once_and_steps_timed_on_the_first_rank_and_no_number_changes(level, capfd, monkeypatch):
+    monkeypatch.setattr(trace, "FIRST", 1)
+    monkeypatch.setattr(trace, "EVERY", 2)
+    level("0")
+    want = run_threads(2, exchanges, 4)
+    assert capfd.readouterr() == ("", "")
     level("1")
-    run_threads(2, exchanges)
+    assert run_threads(2, exchanges, 4) == want
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count(f"{SYNC!r}\n") == err.count("on the wire: ") == 1
     assert "fnddp: step" not in err
-
-
-def test_steps_are_timed_on_the_first_rank(level, capfd, monkeypatch):
     level("2")
-    monkeypatch.setattr(trace, "FIRST", 1)
-    monkeypatch.setattr(trace, "EVERY", 2)
-    run_threads(2, exchanges, 4)
+    assert run_threads(2, exchanges, 4) == want
     err = capfd.readouterr().err
     assert re.findall(r"fnddp: step (\d+) of this plan", err) == ["1", "2", "4"]
     assert err.count("exposed tail") == 3
@@ -138,15 +132,6 @@ def test_profiler_ranges(level, capfd):
     found = run_threads(2, body)[0]
     assert {"fnddp c0 launch", "fnddp c0 wait", "fnddp c1 launch", "fnddp c1 wait"} <= found
     assert {"fnddp slot 0 encode", "fnddp slot 1 encode", "fnddp slot 2 decode"} <= found
-
-
-def test_debug_levels_change_no_numbers(level, capfd):
-    level("0")
-    want = run_threads(2, exchanges)
-    assert capfd.readouterr() == ("", "")
-    for value in ("1", "2"):
-        level(value)
-        assert run_threads(2, exchanges) == want
 
 
 def test_debug_levels_are_read_when_an_engine_is_made(level, capfd):

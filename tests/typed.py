@@ -8,20 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fnddp
-from fnddp import (
-    allgather,
-    allreduce,
-    bf16,
-    bucketize,
-    cast,
-    error_feedback,
-    fp16,
-    powersgd,
-    quantize,
-    sign,
-    topk,
-    two_shot,
-)
+from fnddp import allgather, allreduce, bf16, bucketize, error_feedback, fp16, powersgd, quantize, sign, topk, two_shot
 
 # Codecs stand around what carries payloads.
 quantize(two_shot)
@@ -31,7 +18,7 @@ topk(quantize(allgather), ratio=0.01)
 topk(bf16(allgather), ratio=0.01)
 bucketize(sign(quantize(two_shot)))
 fp16(quantize(two_shot))
-quantize(cast(two_shot, torch.bfloat16))
+quantize(fnddp.cast(two_shot, torch.bfloat16))
 error_feedback(powersgd(bf16(allreduce), rank=4, orthogonalization="qr"))
 
 quantize(allreduce)  # type: ignore[arg-type]
