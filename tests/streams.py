@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 import fnddp
 from fnddp import device as devices
-from fnddp.wire.groups import live_rank, live_size
+from fnddp.wire.groups import live_size
 from fnddp.wire.kinds import Kind
+from tests.wires import AloneWire
 
 LIBRARY = Path(fnddp.__file__).parent
 
@@ -385,27 +386,23 @@ class Work:
         return True
 
 
-class StreamWire:
-    """A wire of ranks that all send the same, on torch's fake process groups, which moves bytes as NCCL does."""
+class StreamWire(AloneWire):
+    """A wire on torch's fake process groups, which moves bytes as NCCL does."""
 
     def size(self, group: str | None) -> int:
         return live_size(group)
-
-    def rank(self, group: str | None) -> int:
-        return live_rank(group)
 
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> Work:
         stream = self._begin(group)
         checker().access(send, f"{kind.name} of what is sent", writes=False, stream=stream)
         checker().access(receive, f"{kind.name} into what is received", writes=True, stream=stream)
         with _disable_current_modes():
-            together = kind.together(torch.stack([send] * self.size(group)), op)
-            receive.copy_(together[0].clone().reshape(receive.shape))
+            super().start(kind, send, receive, op, group)
         return Work(stream, send, receive)
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:
         with _disable_current_modes():
-            gathered = torch.stack([flags] * self.size(group))
+            gathered, _ = super().vote(flags, group)
         checker().block(gathered)
         stream = self._begin(group)
         checker().access(flags, "a vote's flags", writes=False, stream=stream)

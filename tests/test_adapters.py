@@ -4,7 +4,6 @@ The gradients of a step are given: the loss is the sum of their products with th
 the others do not is in its own file.
 """
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fnddp
-from fnddp import Sync
 from fnddp.laws import bits, gather
 from fnddp.simulation.ranks import run_threads
 from tests.ranks import on_ranks
+from tests.ways import WAYS, Way
 
 Grads = dict[str, Tensor]
 
@@ -32,7 +31,6 @@ PIPELINES = {
     "codec": "error_feedback(quantize(two_shot, bits=4, block=16))",
     "no plan": "fp16(allreduce, check=True)",
 }
-SMALL = 0.001  # MiB: several buckets
 
 
 def zeros(name: str) -> Tensor:
@@ -71,77 +69,47 @@ class Given(nn.Module):
         return loss_of(dict(self.named_parameters()), grads)
 
 
-class Wrapped:
-    model: Any
-    holder: Any  # of the pipeline's state
-    keeps_unused = True  # `.grad` of what no rank has used stays None
-
-    @property
-    def state(self) -> Any:
-        return self.holder.sync_state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.holder.sync_state = state
+class OfGiven(Way):
+    def net(self) -> Any:
+        return Given()
 
     def step(self, *batches: Grads) -> dict[str, Tensor | None]:
-        self.model.zero_grad()
-        for grads in batches[:-1]:
-            with self.model.no_sync():
-                self.model(grads).backward()
-        self.model(batches[-1]).backward()
-        return {name: p.grad for name, p in self.model.module.named_parameters()}
+        self.backward(*batches)
+        return {name.removeprefix("module."): p.grad for name, p in self.model.named_parameters()}
 
 
-class ByModule(Wrapped):
-    def __init__(self, sync: Sync) -> None:
-        self.holder = self.model = fnddp.DistributedDataParallel(Given(), sync=sync, bucket_cap_mb=SMALL)
+class ByModule(OfGiven, WAYS["module"]): ...
 
 
-class ByRegister(Wrapped):
-    def __init__(self, sync: Sync) -> None:
-        self.model = TorchDDP(Given(), bucket_cap_mb=SMALL, find_unused_parameters=True)
-        self.holder = fnddp.register(self.model, sync)
+class ByRegister(OfGiven, WAYS["register"]): ...
 
 
-class Functional:
-    """The steps of `value_and_grad` and `jit`: on each rank leaves are otherwise in memory in every second step."""
+class Functional(OfGiven):
+    """On each rank leaves are otherwise in memory in every second step."""
 
-    keeps_unused = False
-
-    def __init__(self, sync: Sync) -> None:
-        self.state, self.run = sync.init(filled()), self.made(sync)
-        self.count = dist.get_rank()
+    count = 0
 
     def laid_out(self, leaves: Grads) -> Grads:
         self.count += 1
-        return leaves if self.count % 2 else {name: otherwise(name, leaf) for name, leaf in leaves.items()}
+        is_usual = (self.count + dist.get_rank()) % 2
+        return leaves if is_usual else {name: otherwise(name, leaf) for name, leaf in leaves.items()}
+
+    def backward(self, *batches: Grads) -> None:
+        super().backward(added(*batches))
 
 
-class ByValueAndGrad(Functional):
-    def made(self, sync: Sync) -> Any:
-        return fnddp.value_and_grad(loss_of, sync)
-
-    def step(self, *batches: Grads) -> dict[str, Tensor | None]:
-        _, mean, self.state = self.run(self.laid_out(filled()), self.state, added(*batches))
-        return mean
+class ByValueAndGrad(Functional, WAYS["value_and_grad"]):
+    @property
+    def params(self) -> Grads:
+        return self.laid_out(super().params)
 
 
-class ByJit(Functional):
-    def made(self, sync: Sync) -> Any:
-        return fnddp.jit(sync)
-
-    def step(self, *batches: Grads) -> dict[str, Tensor | None]:
-        mean, self.state = self.run(self.laid_out(filled(*batches)), self.state)
-        return mean
+class ByJit(Functional, WAYS["jit"]):
+    def means(self, each: Grads) -> Any:
+        return self.run(self.laid_out(filled(each)), self.kept)
 
 
-ADAPTERS: dict[str, Callable[[Sync], Any]] = {
-    "module": ByModule,
-    "register": ByRegister,
-    "value_and_grad": ByValueAndGrad,
-    "jit": ByJit,
-}
+ADAPTERS = {"module": ByModule, "register": ByRegister, "value_and_grad": ByValueAndGrad, "jit": ByJit}
 
 
 def gradients(rank: int, step: int) -> Grads:
@@ -162,76 +130,57 @@ def filled(*batches: Grads) -> Grads:
     return {name: have.get(name, zeros(name)) for name in SHAPES}
 
 
-class Checked:
-    """An adapter and its pipeline as a function, whose means and states must be the same."""
-
-    def __init__(self, adapter: str, text: str) -> None:
-        self.sync = fnddp.parse(text)
-        self.adapter = ADAPTERS[adapter](self.sync)
-        self.state = self.sync.init(filled())
-
-    def step(self, *batches: Grads) -> dict[str, Tensor | None]:
-        got = self.adapter.step(*batches)  # first: a module whose backward failed reports it in forward
-        want, self.state = self.sync(filled(*batches), self.state)
-        for name, mean in want.items():
-            is_none = mean is None
-            if self.adapter.keeps_unused and mean is not None and not mean.any():  # but for what memory has left
-                is_none = not any(name in each for each in gather(sorted(batches[0])))
-            assert bits([got[name]]) == bits([None if is_none else mean]), name
-            assert is_none or got[name].stride() == torch.empty_like(got[name]).stride()  # dense
-        assert bits(self.adapter.state) == bits(self.state)
-        return got
-
-
-def run(n: int, adapter: str, gloo: Callable[..., list], check: Callable[..., Any], *given: Any) -> None:
-    """Run `check` on threads, which add up in the order of ranks: the bits are the same on more than two, too."""
-    (gloo if adapter == "register" else run_threads)(n, check, adapter, *given)  # torch's reducer is not for threads
-
-
-def every(pipelines: Iterable[str]) -> Any:
-    """Each adapter with each pipeline, and in the first ring with every other one."""
-    pairs = [
-        pytest.param(adapter, PIPELINES[name], id=f"{adapter}-{name}", marks=[pytest.mark.thorough] * ((i + j) % 2))
-        for i, adapter in enumerate(ADAPTERS)
-        for j, name in enumerate(pipelines)
-    ]
-    return pytest.mark.parametrize(("adapter", "text"), pairs)
-
-
 def check_steps(rank: int, adapter: str, text: str) -> None:
-    checked, held = Checked(adapter, text), []
+    training, sync, held = ADAPTERS[adapter](text), fnddp.parse(text), list[Any]()
+    state = sync.init(filled())
     for step in range(6):
         micro = [gradients(rank, step)] if step < 3 else [gradients(rank, step), gradients(rank, step + 3)]
-        mean = checked.step(*micro)
+        got = training.step(*micro)
+        want, state = sync(filled(*micro), state)
+        for name, mean in want.items():
+            is_none = mean is None
+            if not isinstance(training, Functional) and mean is not None and not mean.any():
+                # `.grad` of what no rank has used stays None, but for what memory has left
+                is_none = not any(name in each for each in gather(sorted(micro[0])))
+            assert bits([got[name]]) == bits([None if is_none else mean]), name
+            assert is_none or got[name].stride() == torch.empty_like(got[name]).stride()  # dense
+        assert bits(training.state) == bits(state)
         if step in (1, 3):
-            held += [(kept, bits(kept)) for kept in (mean, checked.adapter.state)]
-        elif mean["vector"] is not None:  # a part of it alone
-            part = mean["vector"][3:5]
+            held += [(kept, bits(kept)) for kept in (got, training.state)]
+        elif got["vector"] is not None:  # a part of it alone
+            part = got["vector"][3:5]
             held.append((part, bits(part)))
-        del mean
+        del got
     assert all(bits(value) == before for value, before in held)
 
 
+# In the first ring each adapter has every other pipeline.
+CASES = [
+    pytest.param(adapter, text, id=f"{adapter}-{name}", marks=[pytest.mark.thorough] * ((i + j) % 2))
+    for i, adapter in enumerate(ADAPTERS)
+    for j, (name, text) in enumerate(PIPELINES.items())
+]
+
+
 @pytest.mark.parametrize("n", [1, 3])
-@every(PIPELINES)
+@pytest.mark.parametrize(("adapter", "text"), CASES)
 def test_means_and_states_are_those_of_the_pipeline(gloo, adapter, text, n):
-    run(min(n, 2) if adapter == "register" else n, adapter, gloo, check_steps, text)
+    if adapter == "register":  # torch's reducer is not for threads
+        gloo(min(n, 2), check_steps, adapter, text)
+    else:  # threads add up in the order of ranks: the bits are the same on more than two, too
+        run_threads(n, check_steps, adapter, text)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("adapter", ["module", "register"])
 @on_ranks(4)
-def test_over_the_group_of_the_model(rank: int, adapter: str) -> None:
+def test_over_the_group_of_the_model(rank: int) -> None:
     pairs, sync = [dist.new_group([0, 1]), dist.new_group([2, 3])], fnddp.parse(PIPELINES["memory"])
     mine = pairs[rank // 2]
-    if adapter == "module":
-        model: Any = fnddp.DistributedDataParallel(Given(), process_group=mine, sync=sync)
-        over = model.sync
-    else:
-        model = TorchDDP(Given(), process_group=mine)
-        over = fnddp.register(model, sync).sync
-    assert over == sync.over(mine) != sync
+    ours = fnddp.DistributedDataParallel(Given(), process_group=mine, sync=sync)
+    theirs = TorchDDP(Given(), process_group=mine)
+    assert ours.sync == fnddp.register(theirs, sync).sync == sync.over(mine) != sync
     assert fnddp.all_reduce(group=dist.group.WORLD) == fnddp.allreduce
-    model(filled(gradients(rank, 0))).backward()
-    everyone = gather(bits([p.grad for p in model.parameters()]))
-    assert everyone[0] == everyone[1] != everyone[2] == everyone[3]
+    for model in (ours, theirs):
+        model(filled(gradients(rank, 0))).backward()
+        everyone = gather(bits([p.grad for p in model.parameters()]))
+        assert everyone[0] == everyone[1] != everyone[2] == everyone[3]

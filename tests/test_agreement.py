@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import fnddp
 from fnddp import RankMismatchError, allreduce, error_feedback, fp16, from_hook, powersgd, verify
+from fnddp.laws import bits, gather
 from fnddp.simulation.ranks import run_threads
 from fnddp.wire.protocol import CollectiveError
 from tests.ranks import on_ranks
@@ -101,15 +102,56 @@ def require_mean(model: nn.Module, rank: int) -> None:
         assert parameter.grad.tolist() == [[1.5, 1.5]]
 
 
+MIXED = [torch.nn.parallel.distributed._MixedPrecision(reduce_dtype=each) for each in (torch.float16, torch.bfloat16)]
+SET_UPS: list[tuple[str, list[Any], str]] = [  # an argument, its values on the two ranks, and what both raise
+    ("module", [nn.Linear(4, 2), nn.Linear(4, 3)], r"leaf 'weight': rank 0: float32\[2, 4\] .*rank 1: float32\[3, 4\]"),
+    ("bucket_cap_mb", [1, 2], "options: rank 0: .*buckets of 1 MiB.*; rank 1: .*buckets of 2 MiB"),
+    ("static_graph", [False, True], "options: rank 0: .*static_graph=False.*; rank 1: .*static_graph=True"),
+    ("skip_all_reduce_unused_params", [False, True], "options: rank 0: .*unused_params=False.*; rank 1: .*=True"),
+    ("backend", [None, "inductor"], "options: .*backend=inductor"),
+    ("mixed_precision", MIXED, "pipeline: rank 0: fp16.*rank 1: bf16"),
+]
+
+
 @on_ranks(2)
-def test_a_rank_that_alone_sets_a_state_is_told(rank: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=3))
+def test_ranks_that_differ(rank: int) -> None:
+    for name, values, says in SET_UPS:
+        given = {"module": nn.Linear(4, 2), name: values[rank]}
+        before = bits(list(given["module"].parameters()))
+        with pytest.raises(RankMismatchError, match=f"ranks disagree about {says}"):
+            fnddp.DistributedDataParallel(**given)
+        assert bits(list(given["module"].parameters())) == before
+    model = fnddp.DistributedDataParallel(nn.Linear(4, 2), bucket_cap_mb=1 + rank, init_sync=False)  # nobody looks
+    assert gather(model.bucket_bytes_cap) == [2**20, 2**21]
+
+
+@on_ranks(2)
+def test_ranks_that_set_another_pipeline_each(rank: int) -> None:
+    model = fnddp.DistributedDataParallel(nn.Linear(2, 1, bias=False), sync=LATER)
+    require_mean(model, rank)
+    before = bits([list(model.parameters()), model.sync_state])
+    with pytest.raises(RankMismatchError, match=r"ranks disagree about pipeline: rank 0: fp16\(allreduce\); rank 1"):
+        model.sync = fnddp.parse("bf16(allreduce)" if rank == 1 else "fp16(allreduce)")
+    assert model.sync == fnddp.parse(LATER)
+    assert bits([list(model.parameters()), model.sync_state]) == before
+    require_mean(model, rank)
+
+
+ALONE = {"sync_state": "setting the state of error_feedback", "sync": r"sync='bf16\(allreduce\)'"}
+
+
+@pytest.mark.parametrize("name", ALONE)
+@on_ranks(2)
+def test_a_rank_that_alone_sets_a_state_or_a_pipeline_is_told(rank: int, name: str) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
     model = fnddp.DistributedDataParallel(nn.Linear(2, 1, bias=False), sync=LATER, process_group=group)
     require_mean(model, rank)
     if rank == 0:
         later = model.sync_state._replace(inner=model.sync_state.inner._replace(step=5))
-        with pytest.raises(CollectiveError, match="setting the state of error_feedback.*All ranks must make this call"):
-            model.sync_state = later
+        says = f"{ALONE[name]}.* could not compare .* All ranks must make this call"
+        with pytest.raises(CollectiveError, match=says):
+            setattr(model, name, later if name == "sync_state" else "bf16(allreduce)")
+        assert model.sync.over(None) == fnddp.parse(LATER)
         assert model.sync_state.inner.step == 1
     dist.barrier()
 

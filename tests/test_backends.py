@@ -41,16 +41,6 @@ def test_inductor_gives_what_python_gives(rank: int) -> None:
     assert "run by inductor" in str(plan)
 
 
-@on_ranks(2)
-def test_ranks_with_different_backends_raise(rank: int) -> None:
-    """Numbers that are computed on all ranks from the same means must be the same."""
-    backend = "inductor" if rank else None
-    with pytest.raises(fnddp.RankMismatchError, match="backend=inductor"):
-        fnddp.DistributedDataParallel(nn.Linear(2, 2), backend=backend)
-    with pytest.raises(fnddp.RankMismatchError, match="ranks disagree about the backend: rank 0: None; rank 1: induct"):
-        fnddp.register(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), allreduce, backend=backend)
-
-
 def test_backends_that_do_not_fit() -> None:
     grads = {"w": torch.ones(2, 2)}
     for use in (

@@ -19,10 +19,11 @@ import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import StepFailedError, allreduce, error_feedback, fp16
 from fnddp.adapters.checkpoint import combined, shares
-from fnddp.laws import gather
+from fnddp.laws import bits, gather
 from fnddp.run.vote import Vote
 from tests.models import Parts
 from tests.ranks import on_ranks
+from tests.ways import failing
 
 MEAN = 1.5
 
@@ -45,8 +46,11 @@ class TwoLayers(nn.Module):
         super().__init__()
         self.first, self.second = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
 
-    def forward(self, x: Tensor, fails: bool) -> Tensor:
-        return self.second * Fails.apply(self.first * x, fails)
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        y = self.first * x
+        if fails:
+            y.register_hook(raises)
+        return self.second * y
 
 
 def opaque(y: Tensor) -> Any:
@@ -68,19 +72,8 @@ class Checkpointed(nn.Module):
         return opaque(self.last)
 
 
-class Fails(torch.autograd.Function):
-    """The identity, whose backward fails, or with None gives no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fails: bool | None) -> Tensor:
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.fails:
-            raise ArithmeticError("here")
-        return None if ctx.fails is None else grad, None
+def raises(_: Tensor) -> None:
+    raise ArithmeticError("here")
 
 
 def x_of(rank: int) -> Tensor:
@@ -90,7 +83,14 @@ def x_of(rank: int) -> Tensor:
 def require_mean(model: DDP, rank: int) -> None:
     model.zero_grad()
     model(x_of(rank)).backward()
-    assert model.module.w.grad.item() == MEAN
+    assert {p.grad.item() for p in model.parameters() if p.grad is not None} == {MEAN}
+
+
+def fail(model: DDP, rank: int) -> None:
+    """Run a backward of `TwoLayers` that fails on rank 1."""
+    loss = model(x_of(rank), rank == 1)
+    with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
+        loss.backward()
 
 
 @on_ranks(2)
@@ -196,9 +196,9 @@ def test_a_thread_may_evaluate_while_another_one_trains(rank: int) -> None:
     def evaluate(_: Tensor) -> None:
         model.sync_checkpoint().state_dict()
         with torch.no_grad():
-            model(x_of(rank), False)
+            model(x_of(rank))
         with pytest.raises(RuntimeError, match="a backward of this model is running in another thread"):
-            model(x_of(rank), False)
+            model(x_of(rank))
         seen.append(rank)
 
     def in_a_thread(grad: Tensor) -> None:
@@ -208,7 +208,7 @@ def test_a_thread_may_evaluate_while_another_one_trains(rank: int) -> None:
 
     for _ in range(3):
         model.zero_grad()
-        loss = model(x_of(rank), False)
+        loss = model(x_of(rank))
         hook = model.module.first.register_hook(in_a_thread) if rank == 1 else None
         loss.backward()
         assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
@@ -272,7 +272,7 @@ GO_ON: dict[str, Any] = {
     "save": lambda model, _: model.sync_checkpoint(),
     "state_dict": lambda model, _: model.state_dict(sync_state=True),
     "deepcopy": lambda model, _: copy.deepcopy(model),
-    "another model": lambda _, other: other(x_of(1), False),
+    "another model": lambda _, other: other(x_of(1)),
 }
 
 
@@ -280,13 +280,11 @@ GO_ON: dict[str, Any] = {
 @on_ranks(2)
 def test_a_rank_that_has_caught_an_error_reports_it_when_it_saves_or_calls_a_model(rank: int, how: str) -> None:
     model, other = DDP(TwoLayers()), DDP(TwoLayers())
-    loss = model(x_of(rank), rank == 1)
-    with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
-        loss.backward()
+    fail(model, rank)
     if rank == 1:
         GO_ON[how](model, other)
     for each in (other, model):
-        each(x_of(rank), False).backward()
+        each(x_of(rank)).backward()
         assert [p.grad.item() for p in each.parameters()] == [MEAN, MEAN]
 
 
@@ -298,7 +296,7 @@ def test_errors_of_two_backwards_are_reported_in_their_order(rank: int, calls_la
         with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
             loss.backward()
     for model in reversed(models) if calls_last else models:
-        model(x_of(rank), False).backward()
+        model(x_of(rank)).backward()
         assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
 
 
@@ -306,11 +304,9 @@ def test_errors_of_two_backwards_are_reported_in_their_order(rank: int, calls_la
 def test_a_rank_that_saves_the_state_of_a_hook_reports_its_error(rank: int) -> None:
     ddp = nn.parallel.DistributedDataParallel(TwoLayers(), bucket_cap_mb=1e-6)
     handle = fnddp.register(ddp, "error_feedback(fp16(allreduce))")
-    ddp(x_of(rank), False).backward()  # after it DDP has a bucket for each parameter
+    ddp(x_of(rank)).backward()  # after it DDP has a bucket for each parameter
     ddp.zero_grad()
-    loss = ddp(x_of(rank), rank == 1)
-    with pytest.raises(ArithmeticError if rank == 1 else StepFailedError):
-        loss.backward()
+    fail(ddp, rank)
     handle.sync_checkpoint()
 
 
@@ -321,16 +317,15 @@ def test_a_step_that_fails_at_its_end_fails_the_others_of_its_backward(rank: int
 
     def step(fails: bool) -> None:
         first.zero_grad(), last.zero_grad()
-        loss = last(first(x_of(rank) / 3, False)) * (1e6 if fails and "fp16" in text else 1)
+        loss = last(first(x_of(rank) / 3)) * (1e6 if fails and "fp16" in text else 1)
         with nullcontext() if "fp16" in text or (fails and rank == 0) else last.weight(1.0):
             loss.backward()
 
     step(False)
-    before = fnddp.state_dict(first.sync_state)
+    before = bits(first.sync_state)
     with pytest.raises((ValueError, StepFailedError, FloatingPointError)):
         step(True)
-    after = fnddp.state_dict(first.sync_state)
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert bits(first.sync_state) == before
     assert [p.grad for p in first.parameters()] == [None, None]
     step(False)
     assert first.sync_stats()["failed_steps"] == 1
@@ -475,17 +470,12 @@ def test_a_wrapper_that_is_gone_is_freed_with_the_step_that_broke_off(fails: boo
     assert [ref() for ref in refs] == [None] * 4
 
 
-def test_an_interrupt_while_others_are_notified_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_others_are_notified_ends_the_step() -> None:
     model = DDP(TwoLayers())
     with pytest.raises(ArithmeticError):
         model(torch.ones(()), True).backward()
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Vote, "explain", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.ones(()), False)
+    with failing(Vote, "explain", error=KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        model(torch.ones(()))
     model.sync_state = model.sync_state
 
 

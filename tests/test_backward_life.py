@@ -10,13 +10,12 @@ from torch import Tensor
 import fnddp
 from fnddp import StepFailedError
 from fnddp.adapters.backward import UNFINISHED, Backward
-from fnddp.ir.program import LeafSpec
 from fnddp.laws import bits
 from fnddp.plan.draft import Donation
-from fnddp.run.engine import Engine
 from fnddp.simulation.ranks import run_threads
 from fnddp.wire.c10d import C10d
 from fnddp.wire.protocol import CollectiveError
+from tests.wires import engine_for
 
 LEAVES = {"a": torch.zeros(3), "b": torch.zeros(2)}
 
@@ -36,11 +35,8 @@ class Rank:
     def __init__(self, rank: int) -> None:
         self.rank, self.undone, self.late, self.wire = rank, 0, False, Mortal()
         sync = fnddp.parse("error_feedback(fp16(allreduce))")
-        leaves = {name: LeafSpec.of(leaf) for name, leaf in LEAVES.items()}
-        donation = Donation(gradients="at_end", state=True)
-        self.engine = Engine(
-            sync, leaves, state=sync.init(LEAVES), donation=donation, learns_order=False, groups=[None], wire=self.wire
-        )
+        options: Any = {"donation": Donation(gradients="at_end", state=True), "groups": [None], "wire": self.wire}
+        self.engine = engine_for(sync, LEAVES, state=sync.init(LEAVES), **options)
         self.backward = Backward(self.engine, undo=self.undo)
 
     def undo(self) -> None:
@@ -122,49 +118,29 @@ EVENTS: dict[str, tuple[Callable[[Rank], None], Callable[[Rank], None]]] = {
 OWN, LATER, TOLD, DEAD = ZeroDivisionError, OverflowError, StepFailedError, CollectiveError
 DONE, OVER = "means", "no step is left"
 
-# How the step ends here and there, if both ranks then end it.
-TABLE: dict[str, dict[str, tuple[Any, Any]]] = {
-    "idle": {
-        "gradient": (DONE, DONE),
-        "late gradient": (OVER, OVER),
-        "own error": (LATER, OVER),
-        "peer's error": (OVER, LATER),
-        "dead wire": (OVER, OVER),
-        "next forward": (OVER, OVER),
-        "end": (OVER, OVER),
-    },
-    "open": {
-        "gradient": (DONE, DONE),
-        "late gradient": (DONE, DONE),
-        "own error": (LATER, TOLD),
-        "peer's error": (TOLD, LATER),
-        "dead wire": (DEAD, DEAD),
-        "next forward": (OVER, TOLD),
-        "end": (DONE, DONE),
-    },
-    "failed here": {
-        "gradient": (OWN, TOLD),
-        "late gradient": (OWN, TOLD),
-        "own error": (OWN, TOLD),
-        "peer's error": (OWN, LATER),
-        "dead wire": (OWN, DEAD),
-        "next forward": (OVER, TOLD),
-        "end": (OWN, TOLD),
-    },
-    "failed there": {
-        "gradient": (TOLD, OWN),
-        "late gradient": (TOLD, OWN),
-        "own error": (LATER, OWN),
-        "peer's error": (TOLD, OWN),
-        "dead wire": (DEAD, OWN),
-        "next forward": (OVER, OWN),
-        "end": (TOLD, OWN),
-    },
-    "abandoned": {
-        "next forward": (OVER, TOLD),
-        "gradient": (DONE, TOLD),
-    },
+# How the step ends here and there, if both ranks then end it: at first as a rule, then at the events that differ.
+ENDINGS: dict[str, tuple[tuple[Any, Any], dict[str, tuple[Any, Any]]]] = {
+    "idle": ((OVER, OVER), {"gradient": (DONE, DONE), "own error": (LATER, OVER), "peer's error": (OVER, LATER)}),
+    "open": (
+        (DONE, DONE),
+        {
+            "own error": (LATER, TOLD),
+            "peer's error": (TOLD, LATER),
+            "dead wire": (DEAD, DEAD),
+            "next forward": (OVER, TOLD),
+        },
+    ),
+    "failed here": (
+        (OWN, TOLD),
+        {"peer's error": (OWN, LATER), "dead wire": (OWN, DEAD), "next forward": (OVER, TOLD)},
+    ),
+    "failed there": (
+        (TOLD, OWN),
+        {"own error": (LATER, OWN), "dead wire": (DEAD, OWN), "next forward": (OVER, OWN)},
+    ),
 }
+TABLE = {(state, event): row.get(event, rule) for state, (rule, row) in ENDINGS.items() for event in EVENTS}
+TABLE |= {("abandoned", "next forward"): (OVER, TOLD), ("abandoned", "gradient"): (DONE, DONE)}
 
 
 def ended(rank: Rank) -> Any:
@@ -182,15 +158,13 @@ def check(rank: int, state: str, event: str) -> None:
     before = bits(me.engine.state)
     STATES[state][rank](me)
     EVENTS[event][rank](me)
-    expected = TABLE[state][event][rank]
     if (state, event) == ("abandoned", "gradient"):  # which begins the next step; the other rank's has failed
         assert me.engine.failed_steps == 1 - rank
         if rank == 1:
             assert ended(me) is TOLD
             me.gradient()
-        expected = DONE
     outcome = ended(me)
-    assert outcome == expected, (outcome, expected)
+    assert outcome == TABLE[state, event][rank]
     assert me.backward.step is None
     assert me.backward.failure is None
     has_failed = state != "idle" and (me.engine.failed_steps > 0)
@@ -210,7 +184,7 @@ def check(rank: int, state: str, event: str) -> None:
     assert [mean[name].unique().tolist() for name in LEAVES] == [[1.5], [1.5]]
 
 
-@pytest.mark.parametrize(("state", "event"), [(state, event) for state, row in TABLE.items() for event in row])
+@pytest.mark.parametrize(("state", "event"), TABLE)
 def test_each_event_in_each_state(state: str, event: str) -> None:
     run_threads(2, check, state, event)
 

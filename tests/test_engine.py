@@ -18,13 +18,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fnddp
 from fnddp import DistributedDataParallel, StepFailedError, Sync, allgather, allreduce, error_feedback, fp16
 from fnddp.core import tree
-from fnddp.ir.program import LeafSpec
 from fnddp.laws import bits
-from fnddp.plan.draft import Donation
 from fnddp.run import engine as engines
 from fnddp.run import step as steps
 from fnddp.wire.protocol import CollectiveError, Elastic
-from tests.wires import AloneWire, LostWork, ReadyWork
+from tests.models import grads_of
+from tests.ways import failing
+from tests.wires import AloneWire, LostWork, ReadyWork, engine_for
 
 GRADS = {"a": torch.ones(4), "b": torch.full((4,), 2.0), "c": torch.full((4,), 3.0)}
 COMPRESSED = fnddp.parse("error_feedback(powersgd(bf16(allreduce), rank=1))")
@@ -61,17 +61,12 @@ def plans_of(sync: Sync, calls: list[tuple[dict[str, Tensor], Any]]) -> list[Any
     return plans
 
 
-def test_a_plan_for_each_phase_is_made_once_and_the_oldest_goes(monkeypatch):
-    sync = fnddp.parse("powersgd(allreduce, min_compression_rate=0, refresh=3, alternate=True)")
-    grads = {"w": torch.ones(4, 4)}
-    states = [sync.init(grads)]
-    for _ in range(5):
-        states.append(sync(grads, states[-1])[1])
-    plans = plans_of(sync, [(grads, state) for state in states])
-    assert len({id(plan) for plan in plans}) == 3
-    assert all(plans[i + 3] is plans[i] for i in range(3))
+def test_the_plan_of_the_oldest_phase_goes(monkeypatch):
+    """That each phase has one plan is in test_plan."""
     monkeypatch.setattr(engines, "MAX_PHASES", 2)
-    plans = plans_of(sync, [(grads, states[i]) for i in (0, 1, 0, 2, 0)])
+    sync = fnddp.parse("switch({0: allreduce, 1: bf16(allreduce), 2: fp16(allreduce)})")
+    state = sync.init(GRADS)
+    plans = plans_of(sync, [(GRADS, state._replace(step=step)) for step in (0, 1, 0, 2, 0)])
     assert plans[2] is plans[0] is not plans[4]
 
 
@@ -110,12 +105,7 @@ class LosingWire(AloneWire):
 
 @pytest.mark.parametrize(
     ("sync", "loses"),
-    [
-        (allreduce, "collective"),
-        (allreduce, "silently"),
-        (allreduce, "vote"),
-        (fp16(allreduce, check=True), "vote"),
-    ],
+    [(allreduce, "collective"), (allreduce, "silently"), (allreduce, "vote"), (fp16(allreduce, check=True), "vote")],
     ids=str,
 )
 def test_after_a_failed_collective_the_engine_refuses_steps(sync, loses):
@@ -136,24 +126,12 @@ def test_after_a_failed_collective_the_engine_refuses_steps(sync, loses):
     ("sync", "group"), [(allreduce, None), (fnddp.all_reduce(group="7"), "7"), (fnddp.none, None)], ids=str
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.usefixtures("own_transforms")
 def test_after_an_error_while_tracing_only_a_rank_alone_goes_on(monkeypatch, sync, group, ranks):
-    @fnddp.transform
-    class broken(Sync):
-        inner: Sync
-
-        def init(self, grads: Any) -> Any:
-            return self.inner.init(grads)
-
-        def exchange(self, leaves: Any, state: Any) -> Any:
-            return self.inner.exchange(leaves, state if works else 1 // 0)
-
-    wire, works = AloneWire(), False
+    wire = AloneWire()
     monkeypatch.setattr(wire, "size", lambda asked: ranks if asked == group else 1)
-    step = fnddp.jit(broken(sync), wire=wire)
-    with pytest.raises(ZeroDivisionError):
+    step = fnddp.jit(sync, wire=wire)
+    with failing(type(sync), "exchange", error=ZeroDivisionError()), pytest.raises(ZeroDivisionError):
         step(GRADS, ())
-    works = True
     if ranks == 1:
         step(GRADS, ())
     else:
@@ -226,9 +204,8 @@ def test_models_that_share_a_wire_send_where_their_steps_end_in_the_order_in_whi
 )
 def test_a_small_gradient_is_free_when_it_has_arrived(text: str, is_free: bool):
     """It is copied to what is sent, while it is in the cache, if that is all that a plan does with it."""
-    sync, specs = fnddp.parse(text), {path: LeafSpec.of(leaf) for path, leaf in GRADS.items()}
-    options: dict[str, Any] = {"donation": Donation(), "learns_order": False, "wire": AloneWire()}
-    engine = engines.Engine(sync, specs, state=sync.init(GRADS), **options)
+    sync = fnddp.parse(text)
+    engine = engine_for(sync, GRADS, state=sync.init(GRADS), wire=AloneWire())
     engine.begin()
     engine.run(GRADS)
     step, grads = engine.begin(), {path: leaf.clone() for path, leaf in GRADS.items()}
@@ -275,7 +252,7 @@ class Held:
         assert all(np.array_equal(np.from_dlpack(memory), before) for memory, before in self.kept)
 
 
-# What becomes of a gradient in the backward of a function of the user's.
+# What becomes of a gradient in a backward, by the user's code.
 GIVEN = {
     "numpy's": lambda grad, held: torch.from_numpy(held.keep(grad.numpy().copy())),
     "a buffer of Python's": lambda grad, held: torch.frombuffer(
@@ -286,19 +263,10 @@ GIVEN = {
 }
 
 
-class Gives(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, w, give, held):
-        ctx.give, ctx.held = give, held
-        return w.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.give(grad, ctx.held), None, None
-
-
 def products(params: dict[str, Tensor], x: Tensor, name: str, held: Held) -> Tensor:
-    return (Gives.apply(params["w"], GIVEN[name], held) * x).sum()
+    w = params["w"].clone()
+    w.register_hook(lambda grad: GIVEN[name](grad, held))
+    return (w * x).sum()
 
 
 def held_model() -> DistributedDataParallel:
@@ -306,7 +274,7 @@ def held_model() -> DistributedDataParallel:
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_a_gradient_that_a_custom_function_holds_is_not_written_over(name):
+def test_a_gradient_that_the_users_code_has_made_and_holds_is_not_written_over(name):
     held, model, w = Held(), held_model(), {"w": torch.ones(16, 16)}
     model.module.forward = lambda x: products({"w": model.module.weight}, x, name, held)
     step, state = fnddp.value_and_grad(products, COMPRESSED, wire=AloneWire()), COMPRESSED.init(w)
@@ -370,10 +338,6 @@ def linear(wire: Restless, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(nn.Linear(4, 2), wire=wire, **options)
 
 
-def grads(model: DistributedDataParallel) -> list[Any]:
-    return [None if p.grad is None else p.grad.tolist() for p in model.module.parameters()]
-
-
 @pytest.mark.parametrize(("fails", "loses"), [(True, ""), (False, "vote")])
 def test_a_failed_step_on_an_elastic_wire_restores_gradients_and_state(fails, loses):
     wire = Restless()
@@ -383,11 +347,11 @@ def test_a_failed_step_on_an_elastic_wire_restores_gradients_and_state(fails, lo
     with model.no_sync():
         model(X).sum().backward()
     held = model.module.bias.grad
-    before, state = grads(model), bits(model.sync_state)
+    before = bits([grads_of(model), model.sync_state])
     wire.fails, wire.loses = fails, loses
     model(X).sum().backward()  # does not raise: whoever is left goes on
     assert [type(error) for error in wire.reported] == [StepFailedError if fails else CollectiveError]
-    assert (grads(model), bits(model.sync_state)) == (before, state)
+    assert bits([grads_of(model), model.sync_state]) == before
     assert model.module.bias.grad is held
     wire.fails, wire.loses = False, ""
     wire.epoch += 1
@@ -401,21 +365,20 @@ def test_a_step_that_is_rejected_after_its_end_is_undone(is_committed):
     model = linear(Restless())
     with model.no_sync():
         model(X).sum().backward()
-    before = grads(model)
+    before = bits(grads_of(model))
     model(X).sum().backward()
-    after = grads(model)
+    after = bits(grads_of(model))
     assert after != before
     model._steps.settle_on(is_committed)
-    assert grads(model) == (after if is_committed else before)
+    assert bits(grads_of(model)) == (after if is_committed else before)
     assert model._steps.unsynchronized == (set() if is_committed else {"weight", "bias"})
     model._steps.settle_on(False)  # it has been settled
-    assert grads(model) == (after if is_committed else before)
+    assert bits(grads_of(model)) == (after if is_committed else before)
 
 
 def test_a_desynchronized_rank_goes_on_in_the_next_epoch():
     wire, leaves = Restless(), {path: torch.ones(3) for path in "ab"}
-    specs = {path: LeafSpec.of(leaf) for path, leaf in leaves.items()}
-    engine = engines.Engine(allreduce, specs, donation=Donation(), learns_order=True, bucket_caps=(1,), wire=wire)
+    engine = engine_for(allreduce, leaves, learns_order=True, bucket_caps=(1,), wire=wire)
     wire.loses = "vote"
     engine.begin(())
     with pytest.raises(CollectiveError):
@@ -440,8 +403,5 @@ def test_leaves_on_two_devices_are_refused_by_name() -> None:
 
 def test_a_group_without_a_backend_for_the_leaves_is_refused() -> None:
     dist.init_process_group("cuda:fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        with pytest.raises(ValueError, match=r"has no backend for leaves on cpu, only cuda:fake; move them, or make"):
-            DistributedDataParallel(nn.Linear(2, 2), init_sync=False)
-    finally:
-        dist.destroy_process_group()
+    with pytest.raises(ValueError, match=r"has no backend for leaves on cpu, only cuda:fake; move them, or make"):
+        DistributedDataParallel(nn.Linear(2, 2), init_sync=False)

@@ -36,13 +36,11 @@ class Trouble(Exception):
     pass
 
 
-def integer_grads(rank: int, step: int = 0) -> dict[str, Tensor]:
-    """Multiples of 3 and 4 ranks, of a few bits: every order of summation gives the same."""
-    return {path: (2 * g).round().clamp(-8, 8) * 12 for path, g in model_grads(rank, step).items()}
-
-
 def large_grads(rank: int, step: int = 0) -> dict[str, Tensor]:
-    """Large enough for messages instead of gloo's collectives: the ring that adds float16, and direct ones."""
+    """Large enough for messages instead of gloo's collectives: the ring that adds float16, and direct ones.
+
+    Multiples of 3 and 4 ranks, of a few bits: every order of summation gives the same.
+    """
     generator = torch.Generator().manual_seed(100 * step + rank)
     shapes = {"small": (5,), "large": (363, 364), "larger": (140000,), "odd": (131073,)}
     return {
@@ -158,24 +156,18 @@ def test_wrong_gradients_are_named_and_change_nothing(text):
 # A rank that fails
 
 
-def fails(_: Tensor) -> None:
-    raise Trouble("in my backward")
-
-
-@pytest.mark.thorough
-@on_ranks(4)
+@on_ranks(4, threads=True)
 def test_a_failure_is_known_in_all_groups(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     sync = partition({"fc*": fnddp.all_reduce(group=pairs[rank // 2].group_name), "*": allreduce})
-    engine = make_engine(sync, integer_grads(rank))
-    state = sync.init(integer_grads(rank))
+    engine = make_engine(sync, model_grads(rank))
     for step in range(4):
-        mean, _ = sync(integer_grads(rank, step), state)
+        mean, state = sync(model_grads(rank, step), sync.init(model_grads(rank)))
         engine.begin(state)
         if step == 2 and rank == 3:
             engine.fail(Trouble("in the second pair"))
             continue
-        for path, grad in integer_grads(rank, step).items():
+        for path, grad in model_grads(rank, step).items():
             engine.step.feed(path, grad)
         if step == 2:
             with pytest.raises(StepFailedError, match="rank 3 failed with .*in the second pair"):
@@ -191,22 +183,18 @@ def test_a_failure_is_known_in_all_groups(rank: int) -> None:
 @on_ranks(2)
 def test_a_missing_rank_is_an_error_after_the_timeout(rank: int) -> None:
     """In a ring of messages, which hears of it when the group's timeout is over. (Others are in test_failures.)"""
-    group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=3))
+    group = dist.new_group(timeout=timedelta(seconds=3))
     engine = make_engine(fp16(allreduce).over(group), large_grads(rank))
-    for step in range(2):
-        engine.begin(())
-        for path, grad in list(large_grads(rank, step).items())[: 2 if step == 1 and rank == 1 else None]:
-            engine.step.feed(path, grad)
-        if step == 0:
-            engine.step.finish()
-        elif rank != 1:
-            with pytest.raises(
-                CollectiveError, match="Another rank has failed, left, or not called backward"
-            ) as caught:
-                engine.step.finish()
-            engine.fail(caught.value)
-            with pytest.raises(RuntimeError, match="an earlier step failed on this rank.*restart from a checkpoint"):
-                engine.begin(())
+    engine_step(engine, (), large_grads(rank), random.Random(rank))
+    step, grads = engine.begin(()), list(large_grads(rank, 1).items())
+    for path, grad in grads[: 2 if rank == 1 else None]:
+        step.feed(path, grad)
+    if rank == 0:
+        with pytest.raises(CollectiveError, match="Another rank has failed, left, or not called backward") as caught:
+            step.finish()
+        engine.fail(caught.value)
+        with pytest.raises(RuntimeError, match="an earlier step failed on this rank.*restart from a checkpoint"):
+            engine.begin(())
     dist.barrier()  # on the default group: rank 1 waits here
 
 

@@ -4,13 +4,11 @@ No test measures time. Where ranks are to give up after the process group's time
 with a short one, and a test whose ranks wait for longer than `DEADLINE` fails with the traces of all of them.
 """
 
-import operator
 import os
-import re
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,8 +22,9 @@ from fnddp.laws import bits
 from fnddp.run.vote import Vote
 from fnddp.simulation.ranks import RankFailed
 from fnddp.wire.protocol import CollectiveError
-from tests.models import COMPRESSED, Hooked, assert_equal_on_ranks, batch, grads_of, loss_of, make_model
+from tests.models import COMPRESSED, Hooked, assert_equal_on_ranks, batch, loss_of, make_model
 from tests.ranks import on_ranks
+from tests.ways import failing
 
 PLAIN = "allreduce"
 CHECKED = "fp16(allreduce, check=True)"  # cannot be lowered
@@ -41,9 +40,6 @@ def fails(grad: Tensor) -> Tensor:
 def dies(grad: Tensor) -> Tensor:
     os.kill(os.getpid(), signal.SIGKILL)
     return grad
-
-
-not_a_number, infinite, huge = (partial(operator.mul, factor) for factor in (float("nan"), float("inf"), 1e9))
 
 
 class Training:
@@ -110,22 +106,6 @@ def test_join_goes_on_after_an_error_in_backward(rank: int, inputs: tuple[int, i
 # Ranks that differ
 
 
-@on_ranks(2, seconds=DEADLINE)
-def test_ranks_that_differ(rank: int) -> None:
-    """In a shape. More differences are in test_agreement."""
-    model = make_model()
-    if rank == 1:
-        model[4] = nn.Linear(64, 5)
-    before = bits(list(model.parameters()))
-    message = "leaf '4.weight': rank 0: float32[4, 64] on cpu; rank 1: float32[5, 64] on cpu"
-    with pytest.raises(RankMismatchError, match=re.escape(f"ranks disagree about {message}")):
-        fnddp.DistributedDataParallel(model)
-    assert bits(list(model.parameters())) == before
-    good = fnddp.DistributedDataParallel(make_model())  # nothing is left behind
-    loss_of(good(batch(rank, 0))).backward()
-    assert_equal_on_ranks(grads_of(good))
-
-
 @on_ranks(2, threads=True, seconds=DEADLINE)
 def test_arguments_that_are_refused_on_one_rank_are_an_error_on_all(rank: int) -> None:
     wrong: Any = make_model().parameters()
@@ -138,19 +118,6 @@ def test_arguments_that_are_refused_on_one_rank_are_an_error_on_all(rank: int) -
             fnddp.DistributedDataParallel(module if rank else make_model())
     with pytest.raises(TypeError, match="expected a function that does a whole training step, got Sequential"):
         fnddp.make_graphed_callable(make_model())
-
-
-@on_ranks(2, seconds=DEADLINE)
-def test_ranks_that_set_another_pipeline_each(rank: int) -> None:
-    training = Training(COMPRESSED)
-    assert training.step(batch(rank, 0)) is None
-    before = training.all
-    with pytest.raises(RankMismatchError, match=r"ranks disagree about pipeline: rank 0: fp16\(allreduce\); rank 1"):
-        training.model.sync = fnddp.parse("bf16(allreduce)" if rank == 1 else "fp16(allreduce)")
-    assert repr(training.model.sync) == COMPRESSED
-    assert training.all == before
-    assert training.step(batch(rank, 1)) is None
-    assert_equal_on_ranks(training.parameters)
 
 
 # Ranks that fail and go on
@@ -292,20 +259,14 @@ def test_a_rank_that_dies_is_an_error_on_the_others(gloo, n, text, how):
         assert list(caught.value.errors) == [n - 1]
 
 
-# Gradients that are not finite
+# Errors at the end of a step
 
 
 @on_ranks(2, seconds=DEADLINE)
 def test_an_error_in_the_vote_of_one_rank_alone_is_not_taken_for_one_of_all(rank: int) -> None:
     training = Training(PLAIN, short_group())
     assert training.step(batch(rank, 0)) is None
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-
-            def runs_out(vote: Vote) -> frozenset[str]:
-                raise MemoryError("in the vote")
-
-            patch.setattr(Vote, "outcome", runs_out)
+    with failing(Vote, "outcome", error=MemoryError("in the vote")) if rank == 1 else nullcontext():
         error = training.step(batch(rank, 1))
     assert isinstance(error, MemoryError) if rank == 1 else error is None
     error = training.step(batch(rank, 2))  # rank 1 has not taken the step before
@@ -316,14 +277,8 @@ def test_an_error_in_the_vote_of_one_rank_alone_is_not_taken_for_one_of_all(rank
 def test_an_error_in_a_pipeline_without_a_plan_is_a_collective_error_on_the_others(rank: int) -> None:
     training = Training(CHECKED, short_group())
     assert training.step(batch(rank, 0)) is None
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-
-            def raises(*_: Any, **__: Any) -> Any:
-                raise ZeroDivisionError("in my transform")
-
-            patch.setattr(type(training.model.sync), "exchange", raises)
-        before = training.all
+    before, raises = training.all, failing(type(training.model.sync), "exchange", error=ZeroDivisionError())
+    with raises if rank == 1 else nullcontext():
         error = training.step(batch(rank, 1))
     assert isinstance(error, ZeroDivisionError if rank == 1 else CollectiveError)
     assert training.all == before

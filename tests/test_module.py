@@ -4,7 +4,6 @@ import copy
 import pickle
 import warnings
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from fnddp.laws import bits, gather
 from fnddp.wire import control
 from tests.models import WITH_RESIDUAL, Parts, batch, grads_of, loss_of, make_model, normed
 from tests.ranks import on_ranks
+from tests.ways import failing
 
 
 @on_ranks(2)
@@ -286,17 +286,9 @@ def test_ranks_that_thaw_other_parameters_all_raise(rank: int) -> None:
 @on_ranks(2)
 def test_a_set_up_that_raises_changes_nothing(rank: int) -> None:
     model = wrapped()
-    accumulated = torch.Tensor.register_post_accumulate_grad_hook
-
-    def fails_at_the_bias(parameter: Tensor, hook: Any) -> Any:
-        if parameter is model.module.bias:
-            raise RuntimeError("no hook")
-        return accumulated(parameter, hook)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.Parameter, "register_post_accumulate_grad_hook", fails_at_the_bias)
-        with pytest.raises(RuntimeError, match="no hook"):
-            model.sync = "bf16(allreduce)"
+    no_hook = failing(nn.Parameter, "register_post_accumulate_grad_hook", at=1, error=RuntimeError("no hook"))
+    with no_hook, pytest.raises(RuntimeError, match="no hook"):
+        model.sync = "bf16(allreduce)"
     assert model.sync == allreduce
     require_mean(model, rank, 2)
 
@@ -342,19 +334,6 @@ def test_a_state_of_another_pipeline_on_any_rank_leaves_parameters_as_they_are(r
 
 
 @on_ranks(2)
-def test_a_rank_that_alone_sets_the_pipeline_raises_an_error_that_names_the_call(rank: int) -> None:
-    model = wrapped(process_group=dist.new_group(timeout=timedelta(seconds=2)))
-    require_mean(model, rank, 2)
-    if rank == 0:
-        with pytest.raises(
-            CollectiveError, match=r"sync='bf16\(allreduce\)' could not compare .* All ranks must make this call"
-        ):
-            model.sync = "bf16(allreduce)"
-        assert model.sync.over(None) == allreduce
-    dist.barrier()
-
-
-@on_ranks(2)
 def test_methods_of_torchs_class_that_tools_call(rank: int) -> None:
     model, found = wrapped(), list[str]()
 
@@ -374,17 +353,12 @@ def test_methods_of_torchs_class_that_tools_call(rank: int) -> None:
     assert model.module.bias.grad.tolist() == [3.0 * (1 + rank)] * 2
 
 
-def test_buffers_that_cannot_be_made_equal(monkeypatch):
+def test_buffers_that_cannot_be_made_equal():
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.BatchNorm1d(4))
-
-    def gone(*_: Any, **__: Any) -> None:
-        raise RuntimeError("connection closed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(control, "broadcast", gone)
-        with pytest.raises(CollectiveError, match=r"could not be made equal in forward: connection closed\. Another"):
-            model(X)
+    gone = failing(control, "broadcast", error=RuntimeError("connection closed"))
+    with gone, pytest.raises(CollectiveError, match=r"be made equal in forward: connection closed\. Another"):
+        model(X)
     with pytest.raises(RuntimeError, match=r"CollectiveError|connection closed"):
         model(X)
 
@@ -394,23 +368,6 @@ def test_a_state_dict_with_the_pipelines_state_takes_a_prefix():
         *("net.module.weight", "net.module.bias"),
         *("net.sync_state.local/residual.bias", "net.sync_state.local/residual.weight"),
     ]
-
-
-@on_ranks(2)
-def test_ranks_with_other_options(rank: int) -> None:
-    for options, rank_0, rank_1 in (
-        ({"bucket_cap_mb": 1 + rank}, "buckets of 1 MiB", "buckets of 2 MiB"),
-        ({"static_graph": rank == 1}, "static_graph=False", "static_graph=True"),
-        ({"skip_all_reduce_unused_params": rank == 1}, "unused_params=False", "unused_params=True"),
-    ):
-        match = f"ranks disagree about options: rank 0: .*{rank_0}.*; rank 1: .*{rank_1}"
-        with pytest.raises(fnddp.RankMismatchError, match=match):
-            wrapped(**options)
-    mixed = torch.nn.parallel.distributed._MixedPrecision(reduce_dtype=(torch.float16, torch.bfloat16)[rank])
-    with pytest.raises(fnddp.RankMismatchError, match="pipeline"):
-        wrapped(mixed_precision=mixed)
-    model = DistributedDataParallel(nn.Linear(4, 2), bucket_cap_mb=1 + rank, init_sync=False)  # nobody looks
-    assert gather(model.bucket_bytes_cap) == [2**20, 2**21]
 
 
 @on_ranks(2)

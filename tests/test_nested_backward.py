@@ -89,21 +89,8 @@ def of_a_parameter(p, x, function):
     return function.apply(Product(p["w"]), x * p["v"]).sum()
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("function", [Recomputes, Remembers, Writes])
-def test_value_and_grad_refuses_gradients_that_a_function_makes_in_its_own_backward(rank, function):
-    sync = error_feedback(fp16(allreduce))
-    p = {name: torch.ones(2) for name in "wv"}
-    kind, text = (RuntimeError, "leaf 'w' is computed by a custom") if rank else (StepFailedError, "rank 1 failed")
-    orders = ("i", "io") if function is Writes else ("i", "io", "oi")  # what is written first is added to
-    for loss in (of_a_parameter, *(partial(loss_of, order=order) for order in orders)):
-        step, state, x = fnddp.value_and_grad(lambda p, x, loss: loss(p, x), sync), sync.init(p), batch(rank)
-        given = partial(loss, function=function)
-        with pytest.raises(kind, match=text):
-            step(p, state, x, given if rank else plain)
-        assert x.grad is None  # which is the caller's
-        _, grads, _ = step(p, state, x, plain)
-        assert grads["w"].tolist() == [1.0, 1.5]
+def plain(p, x):
+    return checkpoint(lambda x: x * p["w"], x, use_reentrant=False).sum() + p["v"].sum()
 
 
 def through_torch(p, x):
@@ -119,20 +106,22 @@ KEPT = torch.utils.checkpoint.CheckpointFunction
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("loss", [through_torch, through_a_kept_name])
-def test_torchs_reentrant_checkpoint_is_an_error_on_all_ranks(rank, loss):
+@pytest.mark.parametrize("function", [Recomputes, Remembers, Writes, None])
+def test_value_and_grad_refuses_gradients_that_a_function_makes_in_its_own_backward(rank, function):
     sync = error_feedback(fp16(allreduce))
     p = {name: torch.ones(2) for name in "wv"}
-    step, state = fnddp.value_and_grad(lambda p, x, loss: loss(p, x), sync), sync.init(p)
-    kind, text = (RuntimeError, "use_reentrant=(True|False)") if rank else (StepFailedError, "rank 1 failed")
-    with pytest.raises(kind, match=text):
-        step(p, state, batch(rank), loss if rank else plain)
-    _, grads, _ = step(p, state, batch(rank), plain)
-    assert grads["w"].tolist() == [1.0, 1.5]
-
-
-def plain(p, x):
-    return checkpoint(lambda x: x * p["w"], x, use_reentrant=False).sum() + p["v"].sum()
+    orders = ("i", "io") if function is Writes else ("i", "io", "oi")  # what is written first is added to
+    losses = [partial(loss_of, order=order, function=function) for order in orders]
+    losses, text = [partial(of_a_parameter, function=function), *losses], "leaf 'w' is computed by a custom"
+    if function is None:
+        losses, text = [through_torch, through_a_kept_name], "use_reentrant=(True|False)"
+    for loss in losses:
+        step, state, x = fnddp.value_and_grad(lambda p, x, loss: loss(p, x), sync), sync.init(p), batch(rank)
+        with pytest.raises(RuntimeError if rank else StepFailedError, match=text if rank else "rank 1 failed"):
+            step(p, state, x, loss if rank else plain)
+        assert x.grad is None  # which is the caller's
+        _, grads, _ = step(p, state, x, plain)
+        assert grads["w"].tolist() == [1.0, 1.5]
 
 
 def test_a_backward_within_the_loss_function_is_an_error():

@@ -21,22 +21,18 @@ from tests.test_passes import Applied
 
 @pytest.mark.parametrize("option", [None, "gradient_as_bucket_view", "static_graph"])
 @on_ranks(2)
-def test_adam_does_not_move_what_has_no_update(rank: int, option: str | None) -> None:
+def test_what_has_no_update_has_no_gradient(rank: int, option: str | None) -> None:
+    """So that no optimizer moves it."""
     sync = error_feedback(every(3, allreduce))
     if option is None:
         model: Any = fnddp.DistributedDataParallel(make_model(), sync=sync, bucket_cap_mb=0.01)
     else:
         model = TorchDDP(make_model(), bucket_cap_mb=0.01, **{option: True})
         fnddp.register(model, sync)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     for step in range(6):
-        optimizer.zero_grad(set_to_none=step > 2)
-        before = bits(list(model.parameters()))
+        model.zero_grad(set_to_none=step > 2)
         loss_of(model(batch(rank, step))).backward()
-        has_update = step % 3 == 2
-        assert [p.grad is not None for p in model.parameters()] == [has_update] * 6
-        optimizer.step()
-        assert (before != bits(list(model.parameters()))) == has_update
+        assert [p.grad is not None for p in model.parameters()] == [step % 3 == 2] * 6
 
 
 @on_ranks(2)

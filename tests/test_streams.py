@@ -1,7 +1,7 @@
 """The order of streams on an accelerator, proven on the CPU: see tests/streams.py."""
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle, product
 from typing import Any
@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 import fnddp
 from fnddp import DistributedDataParallel, Sync, outer
 from fnddp.core import tree
-from fnddp.ir.program import LeafSpec
 from fnddp.plan.draft import Donation
 from fnddp.run.engine import MAX_PHASES, Engine
 from fnddp.wire.c10d import over
@@ -28,6 +27,7 @@ from tests.pipelines import EXAMPLES, HALVES, nestings
 from tests.rings import one_of
 from tests.streams import Checker, StreamWire, Work, calls, checking, opaque, require_none, waits
 from tests.test_laws import FEW
+from tests.wires import engine_for
 
 POWERSGD = "error_feedback(powersgd(fp16(allreduce), rank=2, min_compression_rate=0))"
 QUANTIZED = "error_feedback(quantize(two_shot, bits=4))"
@@ -44,10 +44,8 @@ GROUPS = [
 
 
 @pytest.fixture(autouse=True)
-def _four_ranks() -> Iterator[None]:
+def _four_ranks() -> None:
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    yield
-    dist.destroy_process_group()
 
 
 def net() -> nn.Sequential:
@@ -112,25 +110,10 @@ def with_two_models_in_a_backward(text: str, found: Checker) -> None:
     train(nn.Sequential(module(text), module(text)), found.training)
 
 
-def with_the_optimizer_on_another_stream(text: str, found: Checker) -> None:
-    model, mine = module(text), found.new_stream("optimizer")
-    optimizer = sgd(model)
-    for i in range(3):
-        with found.training(i):
-            loss(model).backward()
-            mine.learn(found.main.known)
-            with found.on(mine):
-                optimizer.step()
-            found.main.learn(mine.known)
-        optimizer.zero_grad()
-
-
 def engine_of(text: str) -> tuple[Engine, dict[str, Tensor]]:
     sync, leaves = fnddp.parse(text), {name: p.detach() for name, p in net().named_parameters()}
-    specs = {name: LeafSpec.of(leaf) for name, leaf in leaves.items()}
-    state, wire = sync.init(leaves), StreamWire()
-    donation = Donation(gradients="yes")
-    return Engine(sync, specs, state=state, donation=donation, learns_order=False, wire=wire), leaves
+    options: Any = {"donation": Donation(gradients="yes"), "wire": StreamWire()}
+    return engine_for(sync, leaves, state=sync.init(leaves), **options), leaves
 
 
 def with_backward_on_several_streams(text: str, found: Checker) -> None:
@@ -230,20 +213,6 @@ def with_the_state_replaced(text: str, found: Checker) -> None:
     train(model, nullcontext, replace_state)
 
 
-def functional(text: str, found: Checker) -> None:
-    model, sync = net(), fnddp.parse(text)
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    state = sync.init(params)
-    step = fnddp.value_and_grad(
-        lambda params, x: torch.func.functional_call(model, params, (x,)).square().mean(), sync, wire=StreamWire()
-    )
-    x = torch.ones(4, 12)
-    for i in range(3):
-        with found.training(i):
-            _, grads, state = step(params, state, x)
-            params = {name: p if (mean := grads.get(name)) is None else p - 0.1 * mean for name, p in params.items()}
-
-
 def within_a_callable(text: str, found: Checker) -> None:
     """Steps on the stream where they will be captured, called on two streams."""
     model, streams = module(text), [found.main, found.new_stream("other")]
@@ -289,19 +258,10 @@ def exchanging_parameters(text: str, found: Checker) -> None:
 
 
 SCENARIOS = [
-    *(with_the_module, accumulating, with_two_models_in_a_backward, with_the_optimizer_on_another_stream, failing),
+    *(with_the_module, accumulating, with_two_models_in_a_backward, failing),
     *(weighted, with_backward_on_several_streams, with_a_leaf_that_is_missing, with_the_state_replaced),
-    *(
-        told_of_what_is_not_finite,
-        functional,
-        compiled,
-        registered,
-        reading_old_means_late,
-        eagerly,
-        exchanging_parameters,
-        run_by_inductor,
-        within_a_callable,
-    ),
+    *(told_of_what_is_not_finite, compiled, registered, reading_old_means_late, eagerly),
+    *(exchanging_parameters, run_by_inductor, within_a_callable),
 ]
 # A node alone: see GROUPS; what is a scenario; and means that are no gradients of a module.
 LEFT_OUT = ("hierarchical", "weighted", *HALVES)
@@ -402,6 +362,7 @@ class FailingWire(StreamWire):
     """Another rank votes that it has failed, in the step of that number."""
 
     def __init__(self, fails_at: int, leaves: int = 6) -> None:
+        super().__init__()
         self.fails_at, self.leaves, self.votes = fails_at, leaves, 0
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, Work]:

@@ -1,10 +1,16 @@
-"""A wire that is no process group: what an engine asks of one, and nothing else."""
+"""A wire that is no process group: what an engine asks of one, and nothing else; and engines for tests."""
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fnddp.core.sync import Sync
+from fnddp.ir.program import LeafSpec
+from fnddp.plan.draft import Donation
+from fnddp.run.engine import Engine
 from fnddp.wire.kinds import Kind
 
 
@@ -47,11 +53,17 @@ class AloneWire:
     def start(self, kind: Kind, send: Tensor, receive: Tensor, op: str | None, group: str | None) -> ReadyWork:
         self.log.append(f"{kind.name} {self.started[kind.name]}")
         self.started[kind.name] += 1
-        together = kind.together(torch.stack([send] * self.ranks), op)
+        together = kind.together(torch.stack([send] * self.size(group)), op)
         receive.copy_(together[0].clone().reshape(receive.shape))
         return ReadyWork()
 
     def vote(self, flags: Tensor, group: str | None) -> tuple[Tensor, ReadyWork]:
         self.log.append("vote")
         self.started.clear()
-        return torch.stack([flags] * self.ranks), ReadyWork()
+        return torch.stack([flags] * self.size(group)), ReadyWork()
+
+
+def engine_for(sync: Sync, grads: Mapping[str, Tensor], **options: Any) -> Engine:
+    """An engine for such gradients; it does not learn their order, unless `options` say so."""
+    specs = {path: LeafSpec.of(leaf) for path, leaf in grads.items()}
+    return Engine(sync, specs, **{"donation": Donation(), "learns_order": False, **options})
