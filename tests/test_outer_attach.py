@@ -67,21 +67,30 @@ def attached_model(
     return model, optimizer, outer.attach(model, optimizer, step, **options)
 
 
+class Function:
+    """A training that calls the outer step as a function after each local one."""
+
+    def __init__(self, text: str, make: Callable[..., torch.optim.Optimizer] = SGD) -> None:
+        self.outer, self.model = outer.parse(text), make_model()
+        self.optimizer, self.state = make(self.model.parameters()), self.outer.init(parameters(self.model))
+
+    def train(self, rank: int, call: int, *, exchanges: bool = True) -> None:
+        train(self.model, self.optimizer, rank, range(call, call + 1))
+        if exchanges:
+            params, self.state = self.outer(parameters(self.model), self.state)
+            self.model.load_state_dict(params)
+
+
 @pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", "local_sgd(every=2, sync=two_shot)", STREAMING])
 @on_ranks(2, threads=True)
 def test_attached_is_the_function_after_each_step(rank: int, text: str):
-    step = outer.parse(text)
-    model, optimizer, attached = attached_model(step, ADAMW)
-    other = make_model()
-    local = ADAMW(other.parameters())
-    state = step.init(parameters(other))
+    model, optimizer, attached = attached_model(text, ADAMW)
+    function = Function(text, ADAMW)
     for call in range(9):
         train(model, optimizer, rank, range(call, call + 1))
-        train(other, local, rank, range(call, call + 1))
-        params, state = step(parameters(other), state)
-        other.load_state_dict(params)
-        assert bits(parameters(model)) == bits(parameters(other)), call
-        assert bits(attached.state) == bits(state)
+        function.train(rank, call)
+        assert bits(parameters(model)) == bits(parameters(function.model)), call
+        assert bits(attached.state) == bits(function.state)
 
 
 @pytest.mark.thorough
@@ -194,20 +203,15 @@ def test_what_does_not_fit_is_refused():
 
 @on_ranks(2)
 def test_an_exchange_that_waits_for_one_that_fails_runs_where_it_ends(rank: int):
-    step = outer.parse("streaming_diloco(two_shot, every=4, fragments=2, delay=3)")
-    wire = Watched()
-    model, optimizer, attached = attached_model(step, wire=wire)
-    expected = make_model()
-    local, state = SGD(expected.parameters()), step.init(parameters(expected))
+    text, wire = "streaming_diloco(two_shot, every=4, fragments=2, delay=3)", Watched()
+    model, optimizer, attached = attached_model(text, wire=wire)
+    function = Function(text)
     for call in range(1, 13):
         wire.has_trouble |= call == 2 and rank == 1  # where the first exchange starts; it ends in call 5
         with pytest.raises(Trouble if rank == 1 else StepFailedError) if call == 5 else nullcontext():
             train(model, optimizer, rank, range(call, call + 1))
-        train(expected, local, rank, range(call, call + 1))
-        if call != 5:
-            params, state = step(parameters(expected), state)
-            expected.load_state_dict(params)
-        assert bits(parameters(model)) == bits(parameters(expected)), call
+        function.train(rank, call, exchanges=call != 5)
+        assert bits(parameters(model)) == bits(parameters(function.model)), call
     attached.detach()
 
 
@@ -215,32 +219,24 @@ def test_an_exchange_that_waits_for_one_that_fails_runs_where_it_ends(rank: int)
 @on_ranks(2)
 def test_an_exchange_that_ends_before_one_that_is_open_fails_alone(rank: int, messages: int):
     """Of two exchanges, each of two messages, one runs whole where it ends, before which the other has begun."""
-    step = outer.parse("streaming_diloco(two_shot, every=2, fragments=2, delay=1)")
-    wire = Watched()
-    model, optimizer, attached = attached_model(step, wire=wire)
-    expected = make_model()
-    local, state = SGD(expected.parameters()), step.init(parameters(expected))
-    failed = list[int]()
+    text, wire = "streaming_diloco(two_shot, every=2, fragments=2, delay=1)", Watched()
+    model, optimizer, attached = attached_model(text, wire=wire)
+    function = Function(text)
+    failed = dict[int, type[Exception]]()
     for call in range(1, 10):
         if call == 5:
             attached.load_state_dict(copy.deepcopy(attached.state_dict()))  # what was open runs where it ends
         wire.has_trouble, wire.before_trouble = call == 5 and rank == 1, messages
-        error = None
         try:
             train(model, optimizer, rank, range(call, call + 1))
-        except (Trouble, StepFailedError) as raised:
-            error = type(raised)
-        train(expected, local, rank, range(call, call + 1))
-        if error is None:
-            params, state = step(parameters(expected), state)
-            expected.load_state_dict(params)
-        else:
-            assert error is (Trouble if rank == 1 else StepFailedError)
-            failed.append(call)
-        assert bits(parameters(model)) == bits(parameters(expected)), call
+        except (Trouble, StepFailedError) as error:
+            failed[call] = type(error)
+        function.train(rank, call, exchanges=call not in failed)
+        assert bits(parameters(model)) == bits(parameters(function.model)), call
     attached.detach()
     assert len(failed) == (messages >= 2)  # the first two are of the one that loading drops
-    assert gather(failed) == [failed, failed]
+    assert {*failed.values()} <= {Trouble if rank == 1 else StepFailedError}
+    assert gather([*failed]) == [[*failed]] * 2
 
 
 @pytest.mark.parametrize("has_trouble", [False, True])
@@ -328,20 +324,6 @@ def test_moments_are_exchanged_at_their_own_periods(rank: int):
         assert (agree(parameters(model))) == (call % 2 == 0)
 
 
-@on_ranks(2, threads=True)
-def test_steps_of_the_callers_own_and_muon(rank: int):
-    model = make_model()
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
-    muon, adam = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
-    attached = outer.attach(model, None, outer.muloco(every=2))
-    for call in range(4):
-        train(model, muon, rank, range(call, call + 1))
-        adam.step()
-        attached.step()
-        assert (agree(parameters(model))) == bool(call % 2)
-
-
 @pytest.mark.parametrize("how", ["unfrozen", "assigned"])
 @on_ranks(2)
 def test_what_one_rank_trains_later_is_an_error_on_all(rank: int, how: str):
@@ -390,48 +372,47 @@ def test_local_sgd_is_torchs(rank: int, kind: str):
         assert agree(parameters(ours)) == agree(parameters(theirs))
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+WEIGHTED = "streaming_diloco(weighted(allreduce), every=2, fragments=1, delay=1, lr=1, momentum=0)"
+
+
+class Moved:
+    """A model that ranks move by 4 and by 8: with weights 1 and 3 that is 7, to which its exchange must bring it."""
+
+    def __init__(self, rank: int, text: str = WEIGHTED, **options: Any) -> None:
+        self.model, self.by = make_model(), 4.0 * (rank + 1)
+        self.attached = outer.attach(self.model, None, outer.parse(text), **options)
+        self.start = parameters(self.model)
+
+    def move(self) -> None:
+        for p in self.model.parameters():
+            p.data += self.by
+
+    def require(self, by: float = 7.0) -> None:
+        torch.testing.assert_close(parameters(self.model), {name: p + by for name, p in self.start.items()})
+
+
 @on_ranks(2, threads=True)
-def test_exchanges_are_weighted_by_the_tokens_since_the_last_one(rank: int, delay: int):
-    step = outer.streaming_diloco(fnddp.weighted(allreduce), every=2, fragments=1, delay=delay, lr=1, momentum=0)
-    model, _, attached = attached_model(step)
-    attached_alone = outer.attach(model, None, step)
-    attached.detach()
-    start = parameters(model)
-    expected = 0.0
-    for exchange in range(3):
-        for local in range(2 + (delay if exchange == 0 else 0)):
-            attached_alone.count(1 + 2 * rank if local == 0 and exchange < 2 else 0)
-            attached_alone.count(exchange == 2)
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.add_(4.0 * (rank + 1) if local == 0 else 0.0)
-            attached_alone.step()
-        # Ranks have moved by 4 and 8, with weights 1 and 3; in the last one with equal weights.
-        expected += (4 * 1 + 8 * 3) / 4 if exchange < 2 else 6.0
-        if delay == 0:
-            torch.testing.assert_close(parameters(model), {name: p + expected for name, p in start.items()})
-        else:
-            break  # what is counted after the start of an exchange is for the next one
-    if delay:
-        torch.testing.assert_close(parameters(model), {name: p + 7 for name, p in start.items()})
+def test_exchanges_are_weighted_by_the_tokens_since_the_last_one(rank: int):
+    moved = Moved(rank, WEIGHTED.replace("delay=1", "delay=0"))
+    for tokens, by in ((1 + 2 * rank, 7), (1 + 2 * rank, 14), (2, 20)):  # the last time with equal weights
+        moved.attached.count(tokens)
+        moved.move()
+        moved.attached.step()
+        moved.attached.count(0)
+        moved.attached.step()
+        moved.require(by)
 
 
 @on_ranks(2, threads=True)
 def test_an_exchange_that_is_repeated_has_the_tokens_from_its_beginning(rank: int):
-    model, answers = make_model(), iter([False, True])
-    step = outer.streaming_diloco(fnddp.weighted(allreduce), every=2, fragments=1, delay=1, lr=1, momentum=0)
-    attached = outer.attach(model, None, step, commit=lambda: next(answers))
-    start = parameters(model)
+    answers = iter([False, True])
+    moved = Moved(rank, commit=lambda: next(answers))
+    moved.move()
     for tokens in (1 + 2 * rank, 0, 0, 5 - 4 * rank):  # the last ones are counted after the difference was taken
-        attached.count(tokens)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(4.0 * (rank + 1) if tokens == 1 + 2 * rank else 0.0)
-        attached.step()
-    # Ranks have moved by 4 and 8, with weights 1 and 3.
-    torch.testing.assert_close(parameters(model), {name: p + 7 for name, p in start.items()})
-    unsent = attached.unsent
+        moved.attached.count(tokens)
+        moved.attached.step()
+    moved.require()
+    unsent = moved.attached.unsent
     assert unsent is not None
     assert unsent["now"]["0"] == 5 - 4 * rank
 
@@ -441,22 +422,17 @@ def test_an_exchange_that_is_repeated_has_the_tokens_from_its_beginning(rank: in
 def test_an_exchange_that_its_weights_fail_is_repeated_with_the_tokens_until_then(
     rank: int, first: tuple[int | None, ...]
 ):
-    model, count = make_model(), first[rank]
-    step = outer.streaming_diloco(fnddp.weighted(allreduce), every=2, fragments=1, delay=1, lr=1, momentum=0)
-    attached = outer.attach(model, None, step)
-    start = parameters(model)
+    moved, count = Moved(rank), first[rank]
+    attached = moved.attached
+    moved.move()
     if count is not None:
         attached.count(count)
     for call in range(4):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(4.0 * (rank + 1) if call == 0 else 0.0)
         with pytest.raises((StepFailedError, ValueError), match="weight: ") if call == 2 else nullcontext():
             attached.step()
         if call == 2:
             attached.count(9 if count else 1 + 2 * rank)  # 9: of a rank that repeats its weight
-    # Ranks have moved by 4 and 8, with weights 1 and 3.
-    torch.testing.assert_close(parameters(model), {name: p + 7 for name, p in start.items()})
+    moved.require()
 
 
 @pytest.mark.parametrize("text", ["diloco(error_feedback(bf16(allreduce)), every=3)", STREAMING])
@@ -471,26 +447,6 @@ def test_anchors_are_reset_to_the_first_ranks_parameters_in_the_middle_of_a_peri
     train(model, optimizer, rank, range(4, 10))
     assert agree(attached.state.anchor)
     attached.detach()
-
-
-@on_ranks(2, threads=True)
-def test_tokens_are_kept_in_a_checkpoint(rank: int):
-    found: list[Any] = []
-    for is_resumed in (False, True):
-        model = make_model()
-        step = outer.local_sgd(every=2, sync=fnddp.weighted(allreduce))
-        attached = outer.attach(model, None, step)
-        attached.count(1 + 2 * rank)
-        attached.step()
-        if is_resumed:
-            saved = copy.deepcopy(attached.state_dict())
-            attached = outer.attach(model, None, step)
-            attached.load_state_dict(saved)
-        for p in model.parameters():
-            p.data.add_(4.0 * (rank + 1))
-        attached.step()
-        found.append(bits(parameters(model)))
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("delay", [0, 2])
