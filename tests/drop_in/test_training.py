@@ -22,6 +22,7 @@ from tests.models import (
     SMALL,
     WITH_RESIDUAL,
     Mixed,
+    Parts,
     assert_equal_on_ranks,
     assert_same_grads,
     average,
@@ -201,28 +202,16 @@ def test_a_compiled_function_that_calls_backward(rank: int, registers: bool) -> 
         assert_same_grads(model, plain)
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.branches = nn.ModuleList(nn.Linear(3, 1) for _ in range(3))
-
-    def forward(self, x: Tensor, used: list[int]) -> Tensor:
-        return torch.stack([self.branches[i](x).sum() for i in used]).sum()
-
-
 @pytest.mark.parametrize("weighs", [False, True])
 @on_ranks(2)
 def test_gradients_that_are_added_to_on_some_ranks(rank: int, weighs: bool) -> None:
     """The mean of an earlier backward is in `.grad`; where a later one does not reach the parameter, it counts, too."""
-    used = [[[0, 1], [0, 1]], [[0, 2], [0, 1]], [[1], [2]], [[0], [0]]]  # in each backward, on each rank
-    ours = DDP(Branches(), sync="weighted(allreduce)" if weighs else "allreduce")
-    theirs = TorchDDP(Branches(), find_unused_parameters=True)
-    for i, of_ranks in enumerate(used):
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * i + rank))
+    ours = DDP(Parts(), sync="weighted(allreduce)" if weighs else "allreduce")
+    theirs = TorchDDP(Parts(), find_unused_parameters=True)
+    for i, uses in enumerate((("ab", "ab"), ("ac", "ab"), ("b", "c"), ("a", "a"))):  # in each backward, on each rank
         with ours.weight(3.0) if weighs else nullcontext():
-            ours(x, of_ranks[rank]).backward()
-        theirs(x, of_ranks[rank]).backward()
+            loss_of(ours(batch(rank, i), uses[rank])).backward()
+        loss_of(theirs(batch(rank, i), uses[rank])).backward()
         assert_same_grads(ours, theirs)
 
 
