@@ -32,6 +32,7 @@ from fnddp.wire.control import all_gather_object
 from fnddp.wire.kinds import Work
 from tests.ranks import on_ranks
 from tests.test_outer import agree
+from tests.ways import Trap, failing
 
 SGD, ADAMW = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.01)
 STREAMING = "streaming_diloco(quantize(two_shot, bits=4), every=4, fragments=2, delay=3, alpha=0.5)"
@@ -105,23 +106,14 @@ def test_a_compiled_optimizer_leaves_the_outer_step_alone(rank: int):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)  # the optimizer's own step is compiled
 
 
-class Trouble(Exception):
-    pass
-
-
 class Watched(C10d):
     """torch.distributed, which notes in which call of the outer step a message begins and is waited for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.call, self.has_trouble, self.before_trouble = 0, False, 0  # the number of messages that begin before it
-        self.began, self.waited, self.votes = list[int](), list[int](), list[int]()
+        self.call, self.began, self.waited, self.votes = 0, list[int](), list[int](), list[int]()
 
     def start(self, *given: Any, **options: Any) -> Work:
-        if self.has_trouble and not self.before_trouble:
-            self.has_trouble = False
-            raise Trouble("on the wire")
-        self.before_trouble -= self.has_trouble
         self.began.append(self.call)
         work = super().start(*given, **options)
         return SimpleNamespace(
@@ -159,17 +151,23 @@ def test_a_message_travels_between_start_and_end_of_its_exchange_and_nothing_els
         assert votes == sorted(set(waited))
 
 
-@pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", STREAMING])
+@pytest.mark.parametrize("text", ["diloco(weighted(allreduce), every=3)", STREAMING])
 @pytest.mark.parametrize("at", [4, 6])
 @on_ranks(2, threads=True)
 def test_resuming_is_exact(rank: int, text: str, at: int):
-    model, optimizer, attached = attached_model(text, ADAMW)
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, outer.Attached]:
+        model, optimizer, attached = attached_model(text, ADAMW, seed)
+        if attached.outer.takes_weight:
+            optimizer.register_step_pre_hook(lambda *_: attached.count(1 + rank * attached.state.step))
+        return model, optimizer, attached
+
+    model, optimizer, attached = made(0)
     train(model, optimizer, rank, range(at))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), attached.state_dict()))
     train(model, optimizer, rank, range(at, 11))
 
     for used in (False, True):  # a new run, and one that is in the middle of another exchange
-        resumed, again, other = attached_model(text, ADAMW, seed=5)
+        resumed, again, other = made(5)
         train(resumed, again, rank, range(5 * used))
         of_model, of_optimizer, of_outer = copy.deepcopy(saved)  # which the optimizer would share
         resumed.load_state_dict(of_model)
@@ -203,12 +201,13 @@ def test_what_does_not_fit_is_refused():
 
 @on_ranks(2)
 def test_an_exchange_that_waits_for_one_that_fails_runs_where_it_ends(rank: int):
-    text, wire = "streaming_diloco(two_shot, every=4, fragments=2, delay=3)", Watched()
-    model, optimizer, attached = attached_model(text, wire=wire)
+    text = "streaming_diloco(two_shot, every=4, fragments=2, delay=3)"
+    model, optimizer, attached = attached_model(text)
     function = Function(text)
     for call in range(1, 13):
-        wire.has_trouble |= call == 2 and rank == 1  # where the first exchange starts; it ends in call 5
-        with pytest.raises(Trouble if rank == 1 else StepFailedError) if call == 5 else nullcontext():
+        fails = call == 2 and rank == 1  # where the first exchange starts; it ends in call 5
+        raises = pytest.raises(Trap if rank == 1 else StepFailedError) if call == 5 else nullcontext()
+        with raises, failing(C10d, "start") if fails else nullcontext():
             train(model, optimizer, rank, range(call, call + 1))
         function.train(rank, call, exchanges=call != 5)
         assert bits(parameters(model)) == bits(parameters(function.model)), call
@@ -219,44 +218,43 @@ def test_an_exchange_that_waits_for_one_that_fails_runs_where_it_ends(rank: int)
 @on_ranks(2)
 def test_an_exchange_that_ends_before_one_that_is_open_fails_alone(rank: int, messages: int):
     """Of two exchanges, each of two messages, one runs whole where it ends, before which the other has begun."""
-    text, wire = "streaming_diloco(two_shot, every=2, fragments=2, delay=1)", Watched()
-    model, optimizer, attached = attached_model(text, wire=wire)
+    text = "streaming_diloco(two_shot, every=2, fragments=2, delay=1)"
+    model, optimizer, attached = attached_model(text)
     function = Function(text)
     failed = dict[int, type[Exception]]()
     for call in range(1, 10):
         if call == 5:
             attached.load_state_dict(copy.deepcopy(attached.state_dict()))  # what was open runs where it ends
-        wire.has_trouble, wire.before_trouble = call == 5 and rank == 1, messages
         try:
-            train(model, optimizer, rank, range(call, call + 1))
-        except (Trouble, StepFailedError) as error:
+            with failing(C10d, "start", messages) if call == 5 and rank == 1 else nullcontext():
+                train(model, optimizer, rank, range(call, call + 1))
+        except (Trap, StepFailedError) as error:
             failed[call] = type(error)
         function.train(rank, call, exchanges=call not in failed)
         assert bits(parameters(model)) == bits(parameters(function.model)), call
     attached.detach()
     assert len(failed) == (messages >= 2)  # the first two are of the one that loading drops
-    assert {*failed.values()} <= {Trouble if rank == 1 else StepFailedError}
+    assert {*failed.values()} <= {Trap if rank == 1 else StepFailedError}
     assert gather([*failed]) == [[*failed]] * 2
 
 
-@pytest.mark.parametrize("has_trouble", [False, True])
-@on_ranks(2, threads=True)
-def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchanges(rank: int, has_trouble: bool):
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(2)
+def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchanges(rank: int, fails: bool):
     """Where the caller commits, it is no error that another rank has failed, but for that rank itself."""
     calls: list[str] = []
-    answers, wire = iter([False, True]), Watched()
+    answers = iter([False, True])
 
     def commit() -> bool:
         calls.append("commit")
         return next(answers)
 
-    options: Any = {"prepare": lambda: calls.append("prepare"), "commit": commit, "wire": wire}
+    options: Any = {"prepare": lambda: calls.append("prepare"), "commit": commit}
     model, optimizer, attached = attached_model("diloco(allreduce, every=2)", **options)
     train(model, optimizer, rank, range(1))
     assert calls == []
-    state, fails = bits(attached.state), has_trouble and rank == 1
-    wire.has_trouble = fails
-    with pytest.raises(Trouble) if fails else nullcontext():
+    state, is_mine = bits(attached.state), fails and rank == 1
+    with pytest.raises(Trap) if is_mine else nullcontext(), failing(C10d, "start") if is_mine else nullcontext():
         train(model, optimizer, rank, range(1, 2))
     assert calls == ["prepare", "commit"]
     assert bits(attached.state) == state
