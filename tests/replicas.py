@@ -158,13 +158,10 @@ class Replica:
             name, self.rank, together = meet(name, folder, options["ranks"], options["incarnation"])
             options = {**options, "manager": {**options.get("manager", {}), **together}}
         self.manager = new_manager(name, address, self.training, **options.get("manager", {}))
-        self.model = self.wrapped()
+        self.model: Any = options.get("wrap", wrap)(self.manager, self.training.net, options)
         self.trap: Trap | None = options.get("trap")
         self.grads: dict[str, Tensor] = {}
         self._set_traps()
-
-    def wrapped(self) -> Any:
-        return self.options.get("wrap", wrap)(self.manager, self.training.net, self.options)
 
     def run(self) -> None:
         from torchft import Optimizer
@@ -202,7 +199,7 @@ class Replica:
         committed = self.manager.current_step() > step
         self.reach("stepped", step)
         lost = self.manager.errored()
-        error = error or ("" if lost is None else str(lost.original_exception))
+        error = error or str(lost and lost.original_exception)
         return Record(
             *(self.name, self.rank, step, self.manager.num_participants(), error, self.digest()),
             committed=committed,

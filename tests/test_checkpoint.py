@@ -11,18 +11,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
 
 import fnddp
-from fnddp import allreduce, error_feedback, fp16, outer, powersgd
+from fnddp import allreduce, error_feedback, fp16, powersgd
 from fnddp.integrations.checkpoint import async_save, load, save
-from fnddp.integrations.fsdp import compress, compress_shards
+from fnddp.integrations.fsdp import compress_shards
 from fnddp.laws import bits
 from fnddp.transforms.memory import widened
 from tests.peers import everyones, parameters_of, residual
 from tests.ranks import on_ranks
-from tests.ways import WAYS
+from tests.test_ways import go_on, two
+from tests.ways import WAYS, Way, failing
 
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=1))
 SMALL = "error_feedback(quantize(two_shot, bits=4), residual='int8')"
@@ -72,31 +73,26 @@ class Run:
         return self
 
     @property
-    def residual(self) -> Tensor:
-        return residual(self.keeper.sync_state)
-
-    @property
     def parts(self) -> tuple[Any, Any]:
         return self.model, self.optimizer
 
 
+def require_equal(*runs: Run) -> None:
+    held = [bits([parameters_of(run.model), fnddp.state_dict(run.keeper.sync_state)]) for run in runs]
+    assert held == held[:1] * len(runs)
+
+
 @pytest.mark.parametrize("kind", ["module", "register"])
 @on_ranks(2)
-def test_a_run_resumes_to_the_bit(rank: int, kind: str, tmp_path: Path) -> None:
-    """What is written in the background is of the moment, and does not meet the collectives of training."""
-    whole = Run(kind).train(0, 3)
-    save(tmp_path / "at once", *whole.parts, sync=whole.keeper, more={"step": 3})
-    written = async_save(tmp_path / "in the background", *whole.parts, sync=whole.keeper, more={"step": 3})
+def test_what_is_written_in_the_background_is_of_the_moment(rank: int, kind: str, tmp_path: Path) -> None:
+    """And does not meet the collectives of training."""
+    whole, resumed = Run(kind).train(0, 3), Run(kind, seed=1).train(0, 1)
+    written = async_save(tmp_path, *whole.parts, sync=whole.keeper, more={"step": 3})
     whole.train(3, 6)
     written.result()
-    async_save(tmp_path / "later", *whole.parts, sync=whole.keeper).result()
-    for folder in ("at once", "in the background"):
-        resumed = Run(kind, seed=1).train(0, 1)
-        assert load(tmp_path / folder, *resumed.parts, sync=resumed.keeper, more={"step": 0}) == {"step": 3}
-        resumed.train(3, 6)
-        assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
-        assert torch.equal(resumed.residual, whole.residual)
-    assert not torch.equal(*everyones(whole.residual))
+    assert load(tmp_path, *resumed.parts, sync=resumed.keeper, more={"step": 0}) == {"step": 3}
+    require_equal(whole, resumed.train(3, 6))
+    assert not torch.equal(*everyones(residual(whole.keeper.sync_state)))
 
 
 @pytest.mark.parametrize("kind", ["module", "register", "own"])
@@ -122,116 +118,66 @@ def test_a_checkpoint_before_the_first_step_changes_nothing(
     for run in (new, resumed):
         load(tmp_path, *run.parts, sync=run.keeper)
     assert not steps
-    for run in (saving, new, resumed):
-        run.train(0, 3)
-        assert torch.equal(parameters_of(run.model), parameters_of(undisturbed.model))
+    require_equal(undisturbed, *(run.train(0, 3) for run in (saving, new, resumed)))
 
 
-@pytest.mark.parametrize("sync", ["allreduce", "error_feedback(powersgd(bf16(allreduce), rank=2))"])
+@pytest.mark.parametrize(
+    ("sync", "begin"), [("allreduce", 2), ("error_feedback(powersgd(bf16(allreduce), rank=2))", 2), ("allreduce", 0)]
+)
 @on_ranks(3)
-def test_buckets_are_laid_out_as_in_the_run_that_is_resumed(rank: int, sync: str, tmp_path: Path) -> None:
-    """A ring of three ranks adds up in an order that depends on where in a bucket a gradient lies."""
-
-    def made(seed: int) -> Run:
-        return Run("module", sync, seed, make=Reordered, bucket_cap_mb=0.001)
-
-    whole, resumed, again = made(0).train(0, 2), made(1), made(2).train(0, 1)
-    save(tmp_path, *whole.parts)
+def test_buckets_are_laid_out_as_in_the_run_that_is_resumed(rank: int, sync: str, begin: int, tmp_path: Path) -> None:
+    """Also before its first step. A ring of three adds up in an order that depends on where a gradient lies."""
+    whole, resumed, again = [Run("module", sync, seed, make=Reordered, bucket_cap_mb=0.001) for seed in range(3)]
+    save(tmp_path, *whole.train(0, begin).parts)
+    again.train(7, 9)  # and has learnt the order
     for run in (resumed, again):
         load(tmp_path, *run.parts)
-    for run in (whole, resumed, again):
-        run.train(2, 4)
-    assert list(whole.model.plan.buckets) != list(reversed(dict(whole.model.module.named_parameters())))
-    for run in (resumed, again):
-        assert torch.equal(parameters_of(run.model), parameters_of(whole.model))
+    require_equal(*(run.train(begin, begin + 3) for run in (whole, resumed, again)))
+    buckets = [list(run.model.plan.buckets) for run in (whole, resumed, again)]
+    assert buckets == buckets[:1] * 3
+    assert buckets[0] != list(reversed(dict(whole.model.module.named_parameters())))
 
 
-@on_ranks(3)
-def test_a_run_that_has_learnt_an_order_continues_one_that_has_not(rank: int, tmp_path: Path) -> None:
-    """Its first step is laid out as that of the run which it continues, and it learns the order in it again."""
-    whole, again = [Run("module", "allreduce", seed, make=Reordered, bucket_cap_mb=0.001) for seed in (0, 1)]
-    save(tmp_path, *whole.parts)
-    again.train(7, 9)
-    load(tmp_path, *again.parts)
-    for run in (whole, again):
-        run.train(0, 3)
-    assert torch.equal(parameters_of(again.model), parameters_of(whole.model))
-    assert list(again.model.plan.buckets) == list(whole.model.plan.buckets)
+class OfWeights(WAYS["compress_shards"]):
+    """Without a pipeline of gradients."""
+
+    def make(self) -> None:
+        self.model = self.sharded(self.mesh(1, dist.get_world_size())["shard"])
+        self.keeper, self.optimizer = compress_shards(self.model, weights=self.text), self.sgd(self.model)
 
 
-@pytest.mark.parametrize("kind", ["module", "register"])
-@on_ranks(2)
-def test_a_load_that_fails_on_the_way_leaves_no_model_to_train(rank: int, kind: str, tmp_path: Path) -> None:
-    """A rank has read other tensors than another one until then: parameters differ."""
-    whole, resumed = Run(kind).train(0, 2), Run(kind, seed=1)
-    save(tmp_path, *whole.parts, sync=whole.keeper)
+FAILING: dict[str, tuple[type[Way], str]] = {
+    **{name: (WAYS[name], "") for name in ("module", "register", "compress_shards", "compress")},
+    "weights": (OfWeights, "quantize(allgather)"),
+    "outer": (WAYS["diloco"], "local_sgd(every=2)"),
+}
+
+
+def check_failing_load(rank: int, name: str, folder: str) -> None:
+    """A rank has read other tensors than another one by then: parameters differ."""
+    way, text = FAILING[name]
+    disturbed, straight = two(way, text=text)
+    disturbed.save(Path(folder))
     with pytest.raises(CheckpointException, match="Missing key"):  # before anything is read
-        load(tmp_path, *resumed.parts, sync=resumed.keeper, more={"step": 0})
-    resumed.train(7, 8)
-    left = [2]
-
-    def commit(*_: Any) -> None:
-        left[0] -= 1
-        if rank == 1 and not left[0]:
-            raise OSError("of a disk")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.commit_tensor", commit)
-        with pytest.raises(CheckpointException, match="of a disk"):
-            load(tmp_path, *resumed.parts, sync=resumed.keeper)
-    assert not torch.equal(*everyones(parameters_of(resumed.model)))
-    with pytest.raises(RuntimeError, match="load failed while reading"):
-        resumed.train(0, 1)
-    load(tmp_path, *resumed.parts, sync=resumed.keeper)
-    for run in (whole, resumed):
-        run.train(2, 4)
-    assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
+        disturbed.load(Path(folder), more={"step": 0})
+    for each in (disturbed, straight):
+        each.step(each.batch(rank, 1))
+    assert disturbed.all == straight.all
+    disturbed.save(Path(folder))
+    reads = DefaultLoadPlanner, "commit_tensor", 1 if rank == 1 or name == "outer" else -1
+    resets = type(disturbed.keeper), "reset_sync", 0
+    for point, error, options in ((reads, CheckpointException, {}), (resets, OSError, {"reset_sync": True})):
+        with pytest.raises(error, match="of a disk"), failing(*point, OSError("of a disk")):
+            disturbed.load(Path(folder), **options)
+        with pytest.raises(RuntimeError, match="load failed while reading"):
+            disturbed.step(disturbed.batch(rank, 2))
+        disturbed.load(Path(folder))
+    go_on(rank, disturbed, straight)
 
 
-@pytest.mark.parametrize("kind", ["gradients", "weights", "compress", "outer"])
-@on_ranks(2)
-def test_shards_and_outer_steps_refuse_after_a_load_that_fails_on_the_way(rank: int, kind: str, tmp_path: Path) -> None:
-    module = net()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    if kind == "outer":
-        keeper: Any = outer.attach(module, optimizer, outer.local_sgd(every=2))
-        options: dict[str, Any] = {"group": dist.new_subgroups(1)[0]}
-    else:
-        mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-        fully_shard(module, mesh=mesh["shard"])
-        optimizer, options = torch.optim.SGD(module.parameters(), lr=0.1), {}
-        if kind == "compress":
-            keeper = compress(module, mesh, gradients="quantize(two_shot)", replicas="bf16(allreduce)")
-        else:
-            keeper = compress_shards(
-                module, **{kind: f"quantize({'two_shot' if kind == 'gradients' else 'allgather'})"}
-            )
-    folder = tmp_path / str(rank if kind == "outer" else 0)
-
-    def train() -> None:
-        optimizer.zero_grad()
-        module(torch.ones(4, 6)).square().mean().backward()
-        optimizer.step()
-
-    def commit(*_: Any) -> None:
-        raise OSError("of a disk")
-
-    train()
-    save(folder, module, optimizer, sync=keeper, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.commit_tensor", commit)
-        with pytest.raises(CheckpointException, match="of a disk"):
-            load(folder, module, optimizer, sync=keeper, **options)
-    with pytest.raises(RuntimeError, match="load failed while reading"):
-        train()
-    load(folder, module, optimizer, sync=keeper, **options)
-    train()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(keeper), "reset_sync", commit)
-        with pytest.raises(OSError, match="of a disk"):
-            load(folder, module, optimizer, sync=keeper, reset_sync=True, **options)
-    with pytest.raises(RuntimeError, match="load failed while reading"):
-        train()
+@pytest.mark.parametrize("name", FAILING)
+def test_no_step_begins_after_a_load_that_fails_on_the_way(gloo: Any, name: str, tmp_path: Path) -> None:
+    gloo(FAILING[name][0].ranks, check_failing_load, name, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +195,7 @@ def test_ranks_that_train_alone_do_not_save_together(rank: int, text: str, tmp_p
     save(tmp_path / str(rank), *run.parts, group=group)
     resumed = Run("module", text, seed=1)
     load(tmp_path / str(rank), *resumed.parts, group=group)
-    assert torch.equal(parameters_of(resumed.model), parameters_of(run.model))
+    require_equal(run, resumed)
 
 
 @on_ranks(2)
@@ -258,9 +204,7 @@ def test_an_optimizer_whose_parameters_have_gradients_is_loaded(rank: int, tmp_p
     save(tmp_path, *whole.parts)
     resumed.backward(7)  # and a scaler that has skipped the step
     load(tmp_path, *resumed.parts)
-    for run in (whole, resumed):
-        run.train(2, 4)
-    assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
+    require_equal(whole.train(2, 4), resumed.train(2, 4))
 
 
 @on_ranks(2)
@@ -293,35 +237,31 @@ def test_buffers_are_those_of_the_first_rank(rank: int, kind: str, is_behind: bo
     load(tmp_path, *resumed.parts, sync=resumed.keeper)
     for name, buffer in resumed.model.module.named_buffers():
         assert torch.equal(buffer, everyones(buffers[name])[0]), name
-    resumed.train(3, 5)
-    whole.train(3, 5)
-    assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
-    for buffer, expected in zip(resumed.model.module.buffers(), whole.model.module.buffers(), strict=True):
-        assert torch.equal(buffer, expected)
+    require_equal(whole.train(3, 5), resumed.train(3, 5))
+    assert bits([*resumed.model.module.buffers()]) == bits([*whole.model.module.buffers()])
 
 
 COUNTED = fnddp.warmup(SYNC, steps=1)
 
 
-def _save(rank: int, folder: str) -> dict[str, Any]:
-    run = Run("module", COUNTED).train(0, 2)
+def _save(rank: int, folder: str, sync: Any) -> Any:
+    run = Run("module", sync).train(0, 2)
     save(folder, *run.parts)
-    return fnddp.state_dict(run.model.sync_state)
+    return run.model.sync_state
 
 
-def _load(rank: int, folder: str) -> dict[str, Any]:
-    run = Run("module", COUNTED, seed=1)
+def _load(rank: int, folder: str, sync: Any) -> Any:
+    run = Run("module", sync, seed=1)
     if dist.get_world_size() == 1:
         with pytest.raises(ValueError, match=r"2 ranks saved .* loaded as one of 1, .*saved_world_size=2"):
             dcp.load({"sync": run.model.sync_checkpoint()}, checkpoint_id=folder)
     load(folder, *run.parts)
-    return fnddp.state_dict(run.model.sync_state)
+    return run.model.sync_state
 
 
 def test_other_numbers_of_ranks_lose_nothing(gloo: Any, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    one, other = gloo(2, _save, folder)
-    (alone,), four = gloo(1, _load, folder), gloo(4, _load, folder)
+    one, other = map(fnddp.state_dict, gloo(2, _save, str(tmp_path), COUNTED))
+    (alone,), four = ([*map(fnddp.state_dict, gloo(n, _load, str(tmp_path), COUNTED))] for n in (1, 4))
     for key, value in one.items():
         assert [bits(each[key]) for each in four] == [bits(each[key]) for each in (one, one, other, other)]
         if key.startswith("replicated/"):
@@ -331,22 +271,9 @@ def test_other_numbers_of_ranks_lose_nothing(gloo: Any, tmp_path: Path) -> None:
             torch.testing.assert_close(alone[key], (value + other[key]) / 2)
 
 
-def _save_small(rank: int, folder: str) -> Any:
-    run = Run("module", SMALL).train(0, 2)
-    save(folder, *run.parts)
-    return run.model.sync_state
-
-
-def _load_small(rank: int, folder: str) -> Any:
-    run = Run("module", SMALL, seed=1)
-    load(folder, *run.parts)
-    return run.model.sync_state
-
-
 def test_fewer_ranks_take_the_mean_of_small_residuals(gloo: Any, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    saved = gloo(2, _save_small, folder)
-    (alone,), four = gloo(1, _load_small, folder), gloo(4, _load_small, folder)
+    saved = gloo(2, _save, str(tmp_path), SMALL)
+    (alone,), four = (gloo(n, _load, str(tmp_path), SMALL) for n in (1, 4))
     assert [bits(each) for each in four] == [bits(saved[i]) for i in (0, 0, 1, 1)]
     one, other = (widened(each).residual for each in saved)
     for name, x in widened(alone).residual.items():
@@ -382,9 +309,7 @@ def test_a_compiled_run_continues_one_that_is_not_and_back(rank: int, kind: str,
             assert {*loading.keeper.learnt_order} == {name for name, _ in loading.keeper.module.named_parameters()}
         assert state.keys() == fnddp.state_dict(loading.keeper.sync_state).keys()
         loading.keeper.sync_state = fnddp.load_state_dict(loading.keeper.sync_state, state)
-        for run in (saving, loading):
-            run.train(3, 5)
-        assert torch.equal(parameters_of(loading.model), parameters_of(saving.model))
+        require_equal(saving.train(3, 5), loading.train(3, 5))
 
 
 @on_ranks(2)
@@ -433,34 +358,23 @@ def test_some_ranks_save_on_their_own(rank: int, tmp_path: Path) -> None:
     group = dist.new_group([0, 1])
     if rank == 2:
         return
-    torch.manual_seed(0)
-    net = fnddp.DistributedDataParallel(nn.Linear(2, 2), sync=SYNC, process_group=group)
-    net(torch.ones(1, 2) * (rank + 1)).sum().backward()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    folders = [tmp_path / "one", tmp_path / "two"]
-    async_save(folders[0], net, optimizer, group=group, more={"step": 7}).result(timeout=60)
-    save(folders[1], net, optimizer, group=group, more={"step": 7})
-    for folder in folders:
-        before = residual(net.sync_state).clone()
-        net.sync_state = SYNC.init(dict(net.module.named_parameters()))
-        assert load(folder, net, optimizer, group=group, more={"step": 0}) == {"step": 7}
-        assert torch.equal(residual(net.sync_state), before)
+    run = Run("module", process_group=group).train(0, 1)
+    async_save(tmp_path / "one", *run.parts, group=group, more={"step": 7}).result(timeout=60)
+    save(tmp_path / "two", *run.parts, group=group, more={"step": 7})
+    for folder in ("one", "two"):
+        resumed = Run("module", seed=1, process_group=group)
+        assert load(tmp_path / folder, *resumed.parts, group=group, more={"step": 0}) == {"step": 7}
+        require_equal(run, resumed)
 
 
 @on_ranks(2)
 def test_a_scheduler_in_more_is_written_to(rank: int, tmp_path: Path):
-    def made() -> Any:
-        model = fnddp.DistributedDataParallel(torch.nn.Linear(2, 2), sync=fnddp.allreduce)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-    model, optimizer, scheduler = made()
-    optimizer.step()
-    scheduler.step()
-    save(tmp_path, model, optimizer, more={"scheduler": scheduler, "step": 7})
-    model, optimizer, again = made()
-    more = load(tmp_path, model, optimizer, more={"scheduler": again, "step": 0})
-    assert (again.last_epoch, again.get_last_lr(), more["step"]) == (1, scheduler.get_last_lr(), 7)
+    saving, loading = Run("module", allreduce).train(0, 1), Run("module", allreduce)
+    first, second = (torch.optim.lr_scheduler.StepLR(run.optimizer, 1) for run in (saving, loading))
+    first.step()
+    save(tmp_path, *saving.parts, more={"scheduler": first, "step": 7})
+    more = load(tmp_path, *loading.parts, more={"scheduler": second, "step": 0})
+    assert (second.last_epoch, second.get_last_lr(), more["step"]) == (1, first.get_last_lr(), 7)
 
 
 @on_ranks(2)

@@ -17,13 +17,14 @@ from tests.ranks import on_ranks
 pytestmark = pytest.mark.thorough
 
 SHAPES = [(2, 2), (1, 2), (2, 1)]  # nodes, ranks in each
+BOTH = "hierarchical(quantize(two_shot(group='across'), bits=4), intra=quantize(two_shot(group='inside')))"
 LOSSY = [
     "hierarchical(fp16(all_reduce(group='across')), intra='inside')",
     "hierarchical(error_feedback(powersgd(all_reduce(group='across'), min_compression_rate=0)), intra='inside')",
     "cast(hierarchical(powersgd(all_gather('across')), 'inside', shard=False), 'bfloat16', rounding='stochastic')",
     "error_feedback(hierarchical(sign(all_gather('across')), intra='inside'))",
     "hierarchical(cast(all_reduce('across'), 'float16', rounding='stochastic'), intra='inside', shard=False)",
-    "hierarchical(quantize(two_shot(group='across'), bits=4), intra=quantize(two_shot(group='inside')))",
+    BOTH,
     "hierarchical(powersgd(all_reduce('across'), min_compression_rate=0), intra=bf16(two_shot(group='inside')))",
     "error_feedback(hierarchical(sign(all_gather('across')), intra=sign(two_shot(group='inside'))))",
     "rotate(hierarchical(error_feedback(quantize(two_shot(group='across'), bits=4), residual='int8'), "
@@ -89,11 +90,16 @@ def sent_by(plan: fnddp.Plan) -> list[tuple[str, int, int, int]]:
 
 
 @pytest.mark.parametrize(
-    "inner", ["error_feedback(powersgd(fp16(all_reduce('across'))))", "sign(two_shot(group='across'))"]
+    "text",
+    [
+        "hierarchical(error_feedback(powersgd(fp16(all_reduce('across')))), intra='inside')",
+        "hierarchical(sign(two_shot(group='across')), intra='inside')",
+        BOTH,
+    ],
 )
 @on_ranks(6, threads=True)
-def test_a_plan_of_given_sizes_is_that_of_real_ranks(rank, inner):
-    text, leaves = f"hierarchical({inner}, intra='inside')", {"w": torch.empty(40, 12), "b": torch.empty(5)}
+def test_a_plan_of_given_sizes_is_that_of_real_ranks(rank, text):
+    leaves = {"w": torch.empty(40, 12), "b": torch.empty(5)}
     real = fnddp.lower(made(text, rank, nodes=3, size=2), leaves)
     planned = fnddp.lower(fnddp.parse(text), leaves, world_size={"inside": 2, "across": 3})
     assert (sent_by(planned), planned.peak_bytes) == (sent_by(real), real.peak_bytes)
@@ -130,36 +136,7 @@ def test_the_loss_of_a_shard_is_its_owners(rank: int) -> None:
     torch.testing.assert_close(lost[2 * mine : 2 * mine + 2], want.expand(2, 3), rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("inner", "shard", "want"),
-    [
-        ("all_reduce('across')", True, 4 * 64 * 32 // 2),
-        ("powersgd(all_reduce('across'), rank=2)", True, 4 * 2 * (32 + 32)),
-        ("powersgd(all_reduce('across'), rank=2)", False, 4 * 2 * (64 + 32)),
-    ],
-)
-def test_bytes_across_nodes(inner, shard, want):
-    """In float32, of a leaf [64, 32]: a shard of half of it, of PowerSGD's matrix [32, 32], or the whole leaf."""
-    sync = fnddp.parse(f"hierarchical({inner}, intra='inside', shard={shard})")
-    plan = fnddp.lower(sync, {"w": torch.empty(64, 32)}, world_size={"inside": 2, "across": 2})
-    assert sum(c.wire_bytes for c in plan.collectives if c.group == "across") == want
-
-
-BOTH = "hierarchical(quantize(two_shot(group='across'), bits=4), intra=quantize(two_shot(group='inside')))"
-
-
-def test_codecs_inside_send_fewer_bytes_on_both_levels() -> None:
-    """Of 4 nodes of 4: 3/4 of each payload leaves a rank in an all_to_all, and all of a shard goes to all."""
-    sizes, params = {"inside": 4, "across": 4}, {"w": torch.empty(256, 128, device="meta")}
-    sent = {c.slot: c for c in fnddp.lower(fnddp.parse(BOTH), params, world_size=sizes).collectives}
-    shard = 256 * 128 // 4
-    of = [(c.kind.name, c.group, c.wire_bytes) for _, c in sorted(sent.items())]
-    assert of == [
-        ("all_to_all", "inside", 4 * (shard + 4 * shard // 128)),
-        ("all_to_all", "across", shard // 2 + 4 * shard // 128),
-        ("all_gather", "across", (shard // 2 + 4 * shard // 128) // 4),
-        ("all_gather", "inside", shard + 4 * shard // 128),
-    ]
+DIVISION = {"inside": ((0, 1), (2, 3)), "across": ((0, 2), (1, 3))}
 
 
 @pytest.mark.parametrize("text", [BOTH, BOTH.replace("')))", "'), bits=4, rounding='stochastic'))")])
@@ -171,8 +148,7 @@ def test_simulated_levels_are_real_ones(text: str) -> None:
         sync = made(text, rank, 2, 2)
         return sync(leaves[rank], sync.init(leaves[rank]))[0]
 
-    division = {"inside": ((0, 1), (2, 3)), "across": ((0, 2), (1, 3))}
-    simulation = fnddp.simulate(text, 4, groups=division)
+    simulation = fnddp.simulate(text, 4, groups=DIVISION)
     stacked = {path: torch.stack([each[path] for each in leaves]) for path in leaves[0]}
     together, _ = simulation(stacked, simulation.init(stacked))
     for rank, mean in enumerate(run_threads(4, mean_of)):
@@ -181,21 +157,17 @@ def test_simulated_levels_are_real_ones(text: str) -> None:
 
 
 def test_training_on_two_simulated_levels_is_near_that_on_one() -> None:
-    def params_after(text: str, **options: object) -> torch.Tensor:
-        x = torch.randn(5, 4, 8, 6, generator=torch.Generator().manual_seed(0))
-        loss = lambda params, x: (x @ params["w"]).square().mean()  # noqa: E731
-        optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-        start = {"w": torch.ones(6, 3)}
-        batches = [(each,) for each in x]
-        return fnddp.simulate_training(loss, start, batches, text, world_size=4, optimizer=optimizer, **options).params[
-            "w"
-        ]
+    batches = [(x,) for x in torch.randn(5, 4, 8, 6, generator=torch.Generator().manual_seed(0))]
+    options = {"world_size": 4, "optimizer": functools.partial(torch.optim.SGD, lr=0.1)}
 
-    division = {"inside": ((0, 1), (2, 3)), "across": ((0, 2), (1, 3))}
-    one, two = params_after("allreduce"), params_after(BOTH, groups=division)
-    assert 0 < (one - two).abs().max() < 0.05
+    def params_after(text: str, **groups: object) -> torch.Tensor:
+        loss = lambda params, x: (x @ params["w"]).square().mean()  # noqa: E731
+        done = fnddp.simulate_training(loss, {"w": torch.ones(6, 3)}, batches, text, groups=groups or None, **options)
+        return done.params["w"]
+
+    assert 0 < (params_after("allreduce") - params_after(BOTH, **DIVISION)).abs().max() < 0.05
     with pytest.raises(ValueError, match="the mean of leaf 'w' differs between ranks"):
-        params_after("all_reduce('inside')", groups={"inside": division["inside"]})
+        params_after("all_reduce('inside')", inside=DIVISION["inside"])
 
 
 @on_ranks(2)
@@ -206,11 +178,8 @@ def test_nodes_of_one_rank(rank: int) -> None:
     assert sync(leaves, sync.init(leaves))[0]["w"].tolist() == [0.5] * 3
     with pytest.raises(ValueError, match="another group than"):
         hierarchical(allreduce.over((mesh, "inside")), intra=(mesh, "inside")).init(leaves)
-
-
-def test_nodes_of_one_rank_are_planned() -> None:
-    sync = hierarchical(allreduce.over("across"), intra="inside")
-    assert fnddp.lower(sync, {"w": torch.ones(3)}, world_size={"inside": 1, "across": 2}).collectives
+    planned = hierarchical(allreduce.over("across"), intra="inside")
+    assert fnddp.lower(planned, leaves, world_size={"inside": 1, "across": 2}).collectives
 
 
 @on_ranks(4)

@@ -32,6 +32,7 @@ from fnddp.wire.control import all_gather_object
 from fnddp.wire.kinds import Work
 from tests.ranks import on_ranks
 from tests.test_outer import agree
+from tests.ways import Trap, failing
 
 SGD, ADAMW = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.01)
 STREAMING = "streaming_diloco(quantize(two_shot, bits=4), every=4, fragments=2, delay=3, alpha=0.5)"
@@ -67,21 +68,30 @@ def attached_model(
     return model, optimizer, outer.attach(model, optimizer, step, **options)
 
 
+class Function:
+    """A training that calls the outer step as a function after each local one."""
+
+    def __init__(self, text: str, make: Callable[..., torch.optim.Optimizer] = SGD) -> None:
+        self.outer, self.model = outer.parse(text), make_model()
+        self.optimizer, self.state = make(self.model.parameters()), self.outer.init(parameters(self.model))
+
+    def train(self, rank: int, call: int, *, exchanges: bool = True) -> None:
+        train(self.model, self.optimizer, rank, range(call, call + 1))
+        if exchanges:
+            params, self.state = self.outer(parameters(self.model), self.state)
+            self.model.load_state_dict(params)
+
+
 @pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", "local_sgd(every=2, sync=two_shot)", STREAMING])
 @on_ranks(2, threads=True)
 def test_attached_is_the_function_after_each_step(rank: int, text: str):
-    step = outer.parse(text)
-    model, optimizer, attached = attached_model(step, ADAMW)
-    other = make_model()
-    local = ADAMW(other.parameters())
-    state = step.init(parameters(other))
+    model, optimizer, attached = attached_model(text, ADAMW)
+    function = Function(text, ADAMW)
     for call in range(9):
         train(model, optimizer, rank, range(call, call + 1))
-        train(other, local, rank, range(call, call + 1))
-        params, state = step(parameters(other), state)
-        other.load_state_dict(params)
-        assert bits(parameters(model)) == bits(parameters(other)), call
-        assert bits(attached.state) == bits(state)
+        function.train(rank, call)
+        assert bits(parameters(model)) == bits(parameters(function.model)), call
+        assert bits(attached.state) == bits(function.state)
 
 
 @pytest.mark.thorough
@@ -96,23 +106,14 @@ def test_a_compiled_optimizer_leaves_the_outer_step_alone(rank: int):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)  # the optimizer's own step is compiled
 
 
-class Trouble(Exception):
-    pass
-
-
 class Watched(C10d):
     """torch.distributed, which notes in which call of the outer step a message begins and is waited for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.call, self.has_trouble, self.before_trouble = 0, False, 0  # the number of messages that begin before it
-        self.began, self.waited, self.votes = list[int](), list[int](), list[int]()
+        self.call, self.began, self.waited, self.votes = 0, list[int](), list[int](), list[int]()
 
     def start(self, *given: Any, **options: Any) -> Work:
-        if self.has_trouble and not self.before_trouble:
-            self.has_trouble = False
-            raise Trouble("on the wire")
-        self.before_trouble -= self.has_trouble
         self.began.append(self.call)
         work = super().start(*given, **options)
         return SimpleNamespace(
@@ -150,17 +151,23 @@ def test_a_message_travels_between_start_and_end_of_its_exchange_and_nothing_els
         assert votes == sorted(set(waited))
 
 
-@pytest.mark.parametrize("text", ["diloco(allreduce, every=3)", STREAMING])
+@pytest.mark.parametrize("text", ["diloco(weighted(allreduce), every=3)", STREAMING])
 @pytest.mark.parametrize("at", [4, 6])
 @on_ranks(2, threads=True)
 def test_resuming_is_exact(rank: int, text: str, at: int):
-    model, optimizer, attached = attached_model(text, ADAMW)
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, outer.Attached]:
+        model, optimizer, attached = attached_model(text, ADAMW, seed)
+        if attached.outer.takes_weight:
+            optimizer.register_step_pre_hook(lambda *_: attached.count(1 + rank * attached.state.step))
+        return model, optimizer, attached
+
+    model, optimizer, attached = made(0)
     train(model, optimizer, rank, range(at))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), attached.state_dict()))
     train(model, optimizer, rank, range(at, 11))
 
     for used in (False, True):  # a new run, and one that is in the middle of another exchange
-        resumed, again, other = attached_model(text, ADAMW, seed=5)
+        resumed, again, other = made(5)
         train(resumed, again, rank, range(5 * used))
         of_model, of_optimizer, of_outer = copy.deepcopy(saved)  # which the optimizer would share
         resumed.load_state_dict(of_model)
@@ -194,20 +201,16 @@ def test_what_does_not_fit_is_refused():
 
 @on_ranks(2)
 def test_an_exchange_that_waits_for_one_that_fails_runs_where_it_ends(rank: int):
-    step = outer.parse("streaming_diloco(two_shot, every=4, fragments=2, delay=3)")
-    wire = Watched()
-    model, optimizer, attached = attached_model(step, wire=wire)
-    expected = make_model()
-    local, state = SGD(expected.parameters()), step.init(parameters(expected))
+    text = "streaming_diloco(two_shot, every=4, fragments=2, delay=3)"
+    model, optimizer, attached = attached_model(text)
+    function = Function(text)
     for call in range(1, 13):
-        wire.has_trouble |= call == 2 and rank == 1  # where the first exchange starts; it ends in call 5
-        with pytest.raises(Trouble if rank == 1 else StepFailedError) if call == 5 else nullcontext():
+        fails = call == 2 and rank == 1  # where the first exchange starts; it ends in call 5
+        raises = pytest.raises(Trap if rank == 1 else StepFailedError) if call == 5 else nullcontext()
+        with raises, failing(C10d, "start") if fails else nullcontext():
             train(model, optimizer, rank, range(call, call + 1))
-        train(expected, local, rank, range(call, call + 1))
-        if call != 5:
-            params, state = step(parameters(expected), state)
-            expected.load_state_dict(params)
-        assert bits(parameters(model)) == bits(parameters(expected)), call
+        function.train(rank, call, exchanges=call != 5)
+        assert bits(parameters(model)) == bits(parameters(function.model)), call
     attached.detach()
 
 
@@ -215,52 +218,43 @@ def test_an_exchange_that_waits_for_one_that_fails_runs_where_it_ends(rank: int)
 @on_ranks(2)
 def test_an_exchange_that_ends_before_one_that_is_open_fails_alone(rank: int, messages: int):
     """Of two exchanges, each of two messages, one runs whole where it ends, before which the other has begun."""
-    step = outer.parse("streaming_diloco(two_shot, every=2, fragments=2, delay=1)")
-    wire = Watched()
-    model, optimizer, attached = attached_model(step, wire=wire)
-    expected = make_model()
-    local, state = SGD(expected.parameters()), step.init(parameters(expected))
-    failed = list[int]()
+    text = "streaming_diloco(two_shot, every=2, fragments=2, delay=1)"
+    model, optimizer, attached = attached_model(text)
+    function = Function(text)
+    failed = dict[int, type[Exception]]()
     for call in range(1, 10):
         if call == 5:
             attached.load_state_dict(copy.deepcopy(attached.state_dict()))  # what was open runs where it ends
-        wire.has_trouble, wire.before_trouble = call == 5 and rank == 1, messages
-        error = None
         try:
-            train(model, optimizer, rank, range(call, call + 1))
-        except (Trouble, StepFailedError) as raised:
-            error = type(raised)
-        train(expected, local, rank, range(call, call + 1))
-        if error is None:
-            params, state = step(parameters(expected), state)
-            expected.load_state_dict(params)
-        else:
-            assert error is (Trouble if rank == 1 else StepFailedError)
-            failed.append(call)
-        assert bits(parameters(model)) == bits(parameters(expected)), call
+            with failing(C10d, "start", messages) if call == 5 and rank == 1 else nullcontext():
+                train(model, optimizer, rank, range(call, call + 1))
+        except (Trap, StepFailedError) as error:
+            failed[call] = type(error)
+        function.train(rank, call, exchanges=call not in failed)
+        assert bits(parameters(model)) == bits(parameters(function.model)), call
     attached.detach()
     assert len(failed) == (messages >= 2)  # the first two are of the one that loading drops
-    assert gather(failed) == [failed, failed]
+    assert {*failed.values()} <= {Trap if rank == 1 else StepFailedError}
+    assert gather([*failed]) == [[*failed]] * 2
 
 
-@pytest.mark.parametrize("has_trouble", [False, True])
-@on_ranks(2, threads=True)
-def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchanges(rank: int, has_trouble: bool):
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(2)
+def test_a_step_that_is_not_committed_leaves_everything_and_the_next_one_exchanges(rank: int, fails: bool):
     """Where the caller commits, it is no error that another rank has failed, but for that rank itself."""
     calls: list[str] = []
-    answers, wire = iter([False, True]), Watched()
+    answers = iter([False, True])
 
     def commit() -> bool:
         calls.append("commit")
         return next(answers)
 
-    options: Any = {"prepare": lambda: calls.append("prepare"), "commit": commit, "wire": wire}
+    options: Any = {"prepare": lambda: calls.append("prepare"), "commit": commit}
     model, optimizer, attached = attached_model("diloco(allreduce, every=2)", **options)
     train(model, optimizer, rank, range(1))
     assert calls == []
-    state, fails = bits(attached.state), has_trouble and rank == 1
-    wire.has_trouble = fails
-    with pytest.raises(Trouble) if fails else nullcontext():
+    state, is_mine = bits(attached.state), fails and rank == 1
+    with pytest.raises(Trap) if is_mine else nullcontext(), failing(C10d, "start") if is_mine else nullcontext():
         train(model, optimizer, rank, range(1, 2))
     assert calls == ["prepare", "commit"]
     assert bits(attached.state) == state
@@ -328,20 +322,6 @@ def test_moments_are_exchanged_at_their_own_periods(rank: int):
         assert (agree(parameters(model))) == (call % 2 == 0)
 
 
-@on_ranks(2, threads=True)
-def test_steps_of_the_callers_own_and_muon(rank: int):
-    model = make_model()
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
-    muon, adam = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
-    attached = outer.attach(model, None, outer.muloco(every=2))
-    for call in range(4):
-        train(model, muon, rank, range(call, call + 1))
-        adam.step()
-        attached.step()
-        assert (agree(parameters(model))) == bool(call % 2)
-
-
 @pytest.mark.parametrize("how", ["unfrozen", "assigned"])
 @on_ranks(2)
 def test_what_one_rank_trains_later_is_an_error_on_all(rank: int, how: str):
@@ -390,48 +370,47 @@ def test_local_sgd_is_torchs(rank: int, kind: str):
         assert agree(parameters(ours)) == agree(parameters(theirs))
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+WEIGHTED = "streaming_diloco(weighted(allreduce), every=2, fragments=1, delay=1, lr=1, momentum=0)"
+
+
+class Moved:
+    """A model that ranks move by 4 and by 8: with weights 1 and 3 that is 7, to which its exchange must bring it."""
+
+    def __init__(self, rank: int, text: str = WEIGHTED, **options: Any) -> None:
+        self.model, self.by = make_model(), 4.0 * (rank + 1)
+        self.attached = outer.attach(self.model, None, outer.parse(text), **options)
+        self.start = parameters(self.model)
+
+    def move(self) -> None:
+        for p in self.model.parameters():
+            p.data += self.by
+
+    def require(self, by: float = 7.0) -> None:
+        torch.testing.assert_close(parameters(self.model), {name: p + by for name, p in self.start.items()})
+
+
 @on_ranks(2, threads=True)
-def test_exchanges_are_weighted_by_the_tokens_since_the_last_one(rank: int, delay: int):
-    step = outer.streaming_diloco(fnddp.weighted(allreduce), every=2, fragments=1, delay=delay, lr=1, momentum=0)
-    model, _, attached = attached_model(step)
-    attached_alone = outer.attach(model, None, step)
-    attached.detach()
-    start = parameters(model)
-    expected = 0.0
-    for exchange in range(3):
-        for local in range(2 + (delay if exchange == 0 else 0)):
-            attached_alone.count(1 + 2 * rank if local == 0 and exchange < 2 else 0)
-            attached_alone.count(exchange == 2)
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.add_(4.0 * (rank + 1) if local == 0 else 0.0)
-            attached_alone.step()
-        # Ranks have moved by 4 and 8, with weights 1 and 3; in the last one with equal weights.
-        expected += (4 * 1 + 8 * 3) / 4 if exchange < 2 else 6.0
-        if delay == 0:
-            torch.testing.assert_close(parameters(model), {name: p + expected for name, p in start.items()})
-        else:
-            break  # what is counted after the start of an exchange is for the next one
-    if delay:
-        torch.testing.assert_close(parameters(model), {name: p + 7 for name, p in start.items()})
+def test_exchanges_are_weighted_by_the_tokens_since_the_last_one(rank: int):
+    moved = Moved(rank, WEIGHTED.replace("delay=1", "delay=0"))
+    for tokens, by in ((1 + 2 * rank, 7), (1 + 2 * rank, 14), (2, 20)):  # the last time with equal weights
+        moved.attached.count(tokens)
+        moved.move()
+        moved.attached.step()
+        moved.attached.count(0)
+        moved.attached.step()
+        moved.require(by)
 
 
 @on_ranks(2, threads=True)
 def test_an_exchange_that_is_repeated_has_the_tokens_from_its_beginning(rank: int):
-    model, answers = make_model(), iter([False, True])
-    step = outer.streaming_diloco(fnddp.weighted(allreduce), every=2, fragments=1, delay=1, lr=1, momentum=0)
-    attached = outer.attach(model, None, step, commit=lambda: next(answers))
-    start = parameters(model)
+    answers = iter([False, True])
+    moved = Moved(rank, commit=lambda: next(answers))
+    moved.move()
     for tokens in (1 + 2 * rank, 0, 0, 5 - 4 * rank):  # the last ones are counted after the difference was taken
-        attached.count(tokens)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(4.0 * (rank + 1) if tokens == 1 + 2 * rank else 0.0)
-        attached.step()
-    # Ranks have moved by 4 and 8, with weights 1 and 3.
-    torch.testing.assert_close(parameters(model), {name: p + 7 for name, p in start.items()})
-    unsent = attached.unsent
+        moved.attached.count(tokens)
+        moved.attached.step()
+    moved.require()
+    unsent = moved.attached.unsent
     assert unsent is not None
     assert unsent["now"]["0"] == 5 - 4 * rank
 
@@ -441,22 +420,17 @@ def test_an_exchange_that_is_repeated_has_the_tokens_from_its_beginning(rank: in
 def test_an_exchange_that_its_weights_fail_is_repeated_with_the_tokens_until_then(
     rank: int, first: tuple[int | None, ...]
 ):
-    model, count = make_model(), first[rank]
-    step = outer.streaming_diloco(fnddp.weighted(allreduce), every=2, fragments=1, delay=1, lr=1, momentum=0)
-    attached = outer.attach(model, None, step)
-    start = parameters(model)
+    moved, count = Moved(rank), first[rank]
+    attached = moved.attached
+    moved.move()
     if count is not None:
         attached.count(count)
     for call in range(4):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(4.0 * (rank + 1) if call == 0 else 0.0)
         with pytest.raises((StepFailedError, ValueError), match="weight: ") if call == 2 else nullcontext():
             attached.step()
         if call == 2:
             attached.count(9 if count else 1 + 2 * rank)  # 9: of a rank that repeats its weight
-    # Ranks have moved by 4 and 8, with weights 1 and 3.
-    torch.testing.assert_close(parameters(model), {name: p + 7 for name, p in start.items()})
+    moved.require()
 
 
 @pytest.mark.parametrize("text", ["diloco(error_feedback(bf16(allreduce)), every=3)", STREAMING])
@@ -471,26 +445,6 @@ def test_anchors_are_reset_to_the_first_ranks_parameters_in_the_middle_of_a_peri
     train(model, optimizer, rank, range(4, 10))
     assert agree(attached.state.anchor)
     attached.detach()
-
-
-@on_ranks(2, threads=True)
-def test_tokens_are_kept_in_a_checkpoint(rank: int):
-    found: list[Any] = []
-    for is_resumed in (False, True):
-        model = make_model()
-        step = outer.local_sgd(every=2, sync=fnddp.weighted(allreduce))
-        attached = outer.attach(model, None, step)
-        attached.count(1 + 2 * rank)
-        attached.step()
-        if is_resumed:
-            saved = copy.deepcopy(attached.state_dict())
-            attached = outer.attach(model, None, step)
-            attached.load_state_dict(saved)
-        for p in model.parameters():
-            p.data.add_(4.0 * (rank + 1))
-        attached.step()
-        found.append(bits(parameters(model)))
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("delay", [0, 2])

@@ -1,6 +1,5 @@
 """Outer steps between workers that FSDP2 has sharded: as between workers of one process, to the bit."""
 
-from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -17,23 +16,24 @@ import fnddp
 from fnddp import outer
 from fnddp.integrations.checkpoint import load, save
 from fnddp.integrations.fsdp import plan_axes
-from fnddp.laws import bits
+from fnddp.laws import bits, gather
 from fnddp.run.vote import StepFailedError
 from fnddp.wire.c10d import C10d
 from fnddp.wire.counter import WireCounter
 from tests.models import assert_equal_on_ranks
 from tests.ranks import on_ranks
+from tests.rings import one_of
 from tests.sharded import Net, loss, meshes, sharded, whole
 from tests.ways import Trap, failing
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.01, foreach=False)
 STEPS = {
+    "diloco": ("diloco(allreduce, every=3)", SGD),
     "local_sgd": ("local_sgd(every=2, sync=two_shot)", SGD),
     "post_local_sgd": ("post_local_sgd(start=3, every=2, sync=allgather)", SGD),
-    "hierarchical_local_sgd": ("hierarchical_local_sgd({2: allgather, 4: allreduce})", SGD),
-    "diloco": ("diloco(allreduce, every=3)", SGD),
     "streaming_diloco": ("streaming_diloco(two_shot, every=4, fragments=3, delay=2, alpha=0.5)", SGD),
+    "hierarchical_local_sgd": ("hierarchical_local_sgd({2: allgather, 4: allreduce})", SGD),
     "des_loc": (
         "des_loc({'params': diloco(allgather, every=2), 'exp_avg': local_sgd(every=3), 'exp_avg_sq': "
         "local_sgd(every=4)})",
@@ -41,16 +41,11 @@ STEPS = {
     ),
 }
 CODECS = {
+    "4 bits": "diloco(error_feedback(quantize(two_shot, bits=4, block=16)), every=2)",
     "sparse_loco": "sparse_loco(every=2, k=4, chunk=16)",
     "muloco": "muloco(every=2)",
-    "4 bits": "diloco(error_feedback(quantize(two_shot, bits=4, block=16)), every=2)",
     "powersgd": "diloco(error_feedback(powersgd(allreduce, rank=1)), every=2)",
 }
-
-
-def in_rings(names: Iterable[str], first: set[str]) -> list[Any]:
-    """Those of `first` in the first ring, the others in that for changes of this."""
-    return [name if name in first else pytest.param(name, marks=pytest.mark.thorough) for name in names]
 
 
 def workers() -> Any:
@@ -70,16 +65,20 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, steps
     return losses
 
 
-def unsharded(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net()
+def attached_model(text: str, mesh: Any = None, seed: int = 0) -> tuple[Any, torch.optim.Optimizer, outer.Attached]:
+    mesh = mesh or workers()
+    model = sharded(mesh["shard"], seed=seed)
+    optimizer = SGD(model.parameters())
+    return model, optimizer, outer.attach(model, optimizer, outer.parse(text), group=mesh["worker"])
 
 
-@pytest.mark.parametrize("name", in_rings(STEPS, {"diloco", "streaming_diloco"}))
+@pytest.mark.parametrize("name", one_of(3, STEPS))
 @on_ranks(4)
 def test_workers_that_are_sharded_are_workers_of_one_process_to_the_bit(rank: int, name: str):
     mesh, (text, make), worker = workers(), STEPS[name], rank // 2
-    model, one = sharded(mesh["shard"], seed=worker), unsharded(worker)
+    model = sharded(mesh["shard"], seed=worker)
+    torch.manual_seed(worker)
+    one = Net()
     optimizers = make(model.parameters()), make(one.parameters())
     attached, reference = (
         outer.attach(each, optimizer, outer.parse(text), group=mesh["worker"])
@@ -97,20 +96,15 @@ def test_workers_that_are_sharded_are_workers_of_one_process_to_the_bit(rank: in
         each.detach()
 
 
-@pytest.mark.parametrize("name", in_rings(CODECS, {"4 bits"}))
+@pytest.mark.parametrize("name", one_of(4, CODECS))
 @on_ranks(4)
 def test_codecs_and_their_memory_are_those_of_a_shard(rank: int, name: str):
     """What is exchanged is equal on all workers to the bit, and what a rank has not sent stays in its residual."""
-    mesh, worker = workers(), rank // 2
-    model = sharded(mesh["shard"])
-    optimizer = SGD(model.parameters())
-    attached = outer.attach(model, optimizer, outer.parse(CODECS[name]), group=mesh["worker"])
-    others = mesh["worker"].get_group()
+    model, optimizer, attached = attached_model(CODECS[name])
     for step in range(6):
-        train(model, optimizer, worker, range(step, step + 1))
-        everyone: list[Any] = [None, None]
-        dist.all_gather_object(everyone, bits(attached.state.anchor), group=others)
-        assert everyone[0] == everyone[1]
+        train(model, optimizer, rank // 2, range(step, step + 1))
+        everyone = gather(bits(attached.state.anchor))
+        assert everyone[rank] == everyone[(rank + 2) % 4]
     shapes = {name: p.to_local().shape for name, p in model.named_parameters()}
     assert {name: each.shape for name, each in attached.state.inner.residual.items()} == shapes
     assert any(each.count_nonzero() for each in attached.state.inner.residual.values())
@@ -119,11 +113,8 @@ def test_codecs_and_their_memory_are_those_of_a_shard(rank: int, name: str):
 @pytest.mark.parametrize("delay", [0, 1])
 @on_ranks(4)
 def test_an_exchange_that_fails_on_one_rank_fails_on_all_of_all_workers_and_writes_on_none(rank: int, delay: int):
-    mesh, worker = workers(), rank // 2
-    model = sharded(mesh["shard"])
-    optimizer = SGD(model.parameters())
-    step = outer.parse(f"streaming_diloco(allreduce, every=3, fragments=1, delay={delay})")
-    attached = outer.attach(model, optimizer, step, group=mesh["worker"])
+    worker = rank // 2
+    model, optimizer, attached = attached_model(f"streaming_diloco(allreduce, every=3, fragments=1, delay={delay})")
     train(model, optimizer, worker, range(2))
     with failing(C10d, "start") if rank == 2 else nullcontext():
         train(model, optimizer, worker, range(2, 2 + delay))
@@ -137,10 +128,7 @@ def test_an_exchange_that_fails_on_one_rank_fails_on_all_of_all_workers_and_writ
 
 @on_ranks(4)
 def test_a_worker_of_which_some_ranks_count_no_tokens_is_told_of_on_all_ranks(rank: int):
-    mesh = workers()
-    model = sharded(mesh["shard"])
-    step = outer.parse("local_sgd(every=1, sync=weighted(allreduce))")
-    attached = outer.attach(model, None, step, group=mesh["worker"])
+    _, _, attached = attached_model("local_sgd(every=1, sync=weighted(allreduce))")
     if rank != 1:
         attached.count(3)
     error = ValueError if rank < 2 else StepFailedError
@@ -168,30 +156,20 @@ def test_a_forward_that_leaves_weights_whole_hides_nothing_of_what_is_exchanged(
     assert loss(model, torch.ones(4, 6)).item() == loss(net, torch.ones(4, 6)).item()
 
 
-def other_group(mesh: Any, how: str) -> Any:
-    return {
-        "none": None,
-        "two dimensions": mesh,
-        "the shards": mesh["shard"],
-        "one for all": mesh._flatten("all") if how == "one for all" else None,
-    }[how]
+OTHERS = {
+    "none": (lambda mesh: None, "hold different shards of one worker.*; make mesh = init_device_mesh"),
+    "two dimensions": (lambda mesh: mesh, "has 2 dimensions"),
+    "the shards": (lambda mesh: mesh["shard"], "hold different shards of one worker"),
+    "one for all": (lambda mesh: mesh._flatten("all"), "hold different shards of one worker"),
+}
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("none", "hold different shards of one worker.*; make mesh = init_device_mesh"),
-        ("two dimensions", "has 2 dimensions"),
-        ("the shards", "hold different shards of one worker"),
-        ("one for all", "hold different shards of one worker"),
-    ],
-)
+@pytest.mark.parametrize("how", OTHERS)
 @pytest.mark.parametrize("whose", in_rings(["all", "one"], {"one"}))
 @on_ranks(4)
-def test_a_group_that_is_not_that_of_the_workers_is_an_error_on_all_ranks(rank: int, how: str, says: str, whose: str):
-    mesh = workers()
-    model = sharded(mesh["shard"])
-    wrong = other_group(mesh, how)
+def test_a_group_that_is_not_that_of_the_workers_is_an_error_on_all_ranks(rank: int, how: str, whose: str):
+    mesh, (make, says) = workers(), OTHERS[how]
+    model, wrong = sharded(mesh["shard"]), make(mesh)
     is_mine = whose == "all" or rank == 3
     with pytest.raises(TypeError if is_mine else fnddp.RankMismatchError, match=says):
         outer.attach(model, None, outer.local_sgd(every=1), group=wrong if is_mine else mesh["worker"])
@@ -228,18 +206,13 @@ RESUMED = (
 def test_a_workers_checkpoint_resumes_to_the_bit_and_is_loaded_by_another_number_of_shards(rank: int, tmp_path: Path):
     mesh, worker = workers(), rank // 2
 
-    def attached_model(mesh: Any, seed: int) -> Any:
-        model = sharded(mesh["shard"], seed=seed)
-        optimizer = SGD(model.parameters())
-        return model, optimizer, outer.attach(model, optimizer, outer.parse(RESUMED), group=mesh["worker"])
-
     def loaded(mesh: Any, seed: int) -> Any:
-        made = attached_model(mesh, seed)
+        made = attached_model(RESUMED, mesh, seed)
         own = tmp_path / f"worker{mesh.get_local_rank('worker')}"
         load(own, *made[:2], sync=made[2], group=mesh["shard"].get_group())
         return made
 
-    model, optimizer, attached = attached_model(mesh, 0)
+    model, optimizer, attached = attached_model(RESUMED, mesh)
     attached.count(1)
     train(model, optimizer, worker, range(5))
     assert attached.under_way
@@ -281,24 +254,18 @@ def test_a_workers_checkpoint_resumes_to_the_bit_and_is_loaded_by_another_number
 @on_ranks(4)
 def test_a_checkpoint_of_another_outer_step_is_refused(rank: int, tmp_path: Path):
     mesh = workers()
-    model = sharded(mesh["shard"])
-    own = {"group": mesh["shard"].get_group()}
-    save(
-        tmp_path / f"{rank // 2}",
-        model,
-        sync=outer.attach(model, None, outer.local_sgd(2), group=mesh["worker"]),
-        **own,
-    )
-    other = outer.attach(model, None, outer.parse("diloco(allreduce, every=2)"), group=mesh["worker"])
+    folder, group = tmp_path / f"{rank // 2}", mesh["shard"].get_group()
+    model, _, attached = attached_model("local_sgd(every=2)", mesh)
+    save(folder, model, sync=attached, group=group)
+    model, _, other = attached_model("diloco(allreduce, every=2)", mesh)
     with pytest.raises(ValueError, match=r"has the state of local_sgd\(every=2\), which does not fit diloco"):
-        load(tmp_path / f"{rank // 2}", model, sync=other, **own)
+        load(folder, model, sync=other, group=group)
 
 
 @on_ranks(4)
 def test_the_plan_has_the_bytes_of_a_shard_between_workers(rank: int):
-    mesh = workers()
-    model = sharded(mesh["shard"])
-    attached = outer.attach(model, None, outer.parse("diloco(bf16(allreduce), every=2)"), group=mesh["worker"])
+    text = "diloco(bf16(allreduce), every=2)"
+    model, _, attached = attached_model(text)
     sent = 2 * sum(p.to_local().numel() for p in model.parameters())
     assert attached.plan.wire_bytes == sent
     with WireCounter() as counter:
@@ -306,11 +273,6 @@ def test_the_plan_has_the_bytes_of_a_shard_between_workers(rank: int):
             attached.step()
     assert counter.wire_bytes == sent
     if rank == 0:  # planned without ranks, for the first shard, which is the largest
-        whole = {"": sharded_like(model)}
-        planned = plan_axes(whole, world_size={"shards": 2, "workers": 2}, outer="diloco(bf16(allreduce), every=2)")
-        between = planned.axes[-1]
+        leaves = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
+        between = plan_axes({"": leaves}, world_size={"shards": 2, "workers": 2}, outer=text).axes[-1]
         assert (between.name, between.ranks, between.steps, between.wire_bytes) == ("workers", 2, 2, sent)
-
-
-def sharded_like(model: nn.Module) -> dict[str, Tensor]:
-    return {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}

@@ -13,8 +13,11 @@ pytestmark = pytest.mark.thorough
 SUITE = Path(__file__).parent / "torch_suite"
 QUICK = (
     "test_accumulate_gradients_no_sync_grad_is_view",
+    "test_ddp_buffer_hook_allreduce",
+    "test_ddp_buffer_hook_allreduce_return_future",
     "test_ddp_build_debug_param_to_name_mapping",
     "test_ddp_hook_parity_powerSGD",
+    "test_ddp_ignore_params_arg",
     "test_ddp_join_model_equivalence",
     "test_undefined_grad_parity_unused_parameters",
 )

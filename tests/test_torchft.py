@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,7 @@ from torchft.local_sgd import DiLoCo, LocalSGD
 
 import fnddp
 from fnddp import RankMismatchError, outer
-from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, QuorumError
+from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, QuorumError, attach
 from fnddp.laws import bits
 from tests.replicas import (
     POINTS,
@@ -178,41 +178,31 @@ def test_a_step_ends_for_all_that_are_left_and_leaves_nothing(situation):
     assert "wrap" in options or all(r.is_planned == (situation != "no plan") for r in records)
 
 
-def train_functionally(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
-    """`value_and_grad`, or `jit` on the shards of FSDP: the caller rolls back by keeping what it has."""
-    ranks, training = options["ranks"], Training(seed=0)
-    net, replica, together = training.net, name, {}
-    if ranks == 2:
-        replica, rank, together = meet(name, folder, 2)
-        dist.init_process_group("gloo", store=dist.FileStore(str(folder / replica), 2), rank=rank, world_size=2)
-        mesh = init_device_mesh("cpu", (2,))
-        for layer in (net[0], net[2], net):
-            fully_shard(layer, mesh=mesh)
+def train_shards(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
+    """With `jit` on the shards of FSDP: the caller rolls back by keeping what it has."""
+    replica, rank, together = meet(name, folder, 2)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / replica), 2), rank=rank, world_size=2)
+    mesh, training = init_device_mesh("cpu", (2,)), Training(seed=0)
+    net = training.net
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=mesh)
     manager = new_manager(replica, address, training, init_sync=False, **together)
-    if ranks == 2:
-        with pytest.raises(TypeError, match="DTensor"):
-            DistributedDataParallel(manager, nn.Sequential(net))
-    params = {path: getattr(p, "_local_tensor", p).detach() for path, p in net.named_parameters()}
-    sync, wire = fnddp.parse(LOSSY), ManagerWire(manager)
-    of_grads = fnddp.jit(sync, wire=wire)
-    of_loss = fnddp.value_and_grad(
-        lambda params, x: torch.func.functional_call(net, params, (x,)).square().mean(), sync, wire=wire
-    )
-    wait_together(name, folder, 2 * ranks)
-    state, lost = sync.init(params), 0
+    with pytest.raises(TypeError, match="DTensor"):
+        DistributedDataParallel(manager, nn.Sequential(net))
+    params = {path: p._local_tensor.detach() for path, p in net.named_parameters()}
+    sync, lost = fnddp.parse(LOSSY), 0
+    mean_of, state = fnddp.jit(sync, wire=ManagerWire(manager)), sync.init(params)
+    wait_together(name, folder, 4)
     while manager.current_step() < AT + 3:
         manager.start_quorum()
         number, before = manager.current_step(), digest_of(params, state)
-        if number == AT and int(name[1]) == 2 * ranks - 1:
+        if number == AT and name == "r3":
             os.kill(os.getpid(), signal.SIGKILL)
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * int(name[1]) + number))
+        net.zero_grad()
+        net(x).square().mean().backward()
         try:
-            if ranks == 1:
-                _, mean, after = of_loss(params, state, x)
-            else:
-                net.zero_grad()
-                net(x).square().mean().backward()
-                mean, after = of_grads({path: p.grad.to_local() for path, p in net.named_parameters()}, state)
+            mean, after = mean_of({path: p.grad.to_local() for path, p in net.named_parameters()}, state)
         except fnddp.CollectiveError:
             mean, after = {}, state
         if not manager.should_commit():  # another rank may have lost somebody, and this one nobody
@@ -224,16 +214,15 @@ def train_functionally(name: str, address: str, folder: Path, options: Mapping[s
         for path, p in params.items():
             p.sub_(0.1 * mean[path])
         write(folder / f"{name}-{number}", digest_of(params))
-        other = folder / f"r{int(name[1]) ^ ranks}-{number}"  # the same rank of the other replica
+        other = folder / f"r{int(name[1]) ^ 2}-{number}"  # the same rank of the other replica
         assert number >= AT or read(other) == digest_of(params)
     assert lost == 1
     assert manager.num_participants() == 1
-    read(*(folder / f"r{i}-{number}" for i in range(ranks)))  # rank 0 serves all of them until then
+    read(*(folder / f"r{i}-{number}" for i in range(2)))  # rank 0 serves both of them until then
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_functional_loop(ranks):
-    on_processes(2, train_functionally, ranks=ranks)
+def test_a_functional_loop():
+    on_processes(2, train_shards, ranks=2)
 
 
 def lose_the_lighthouse(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
@@ -265,50 +254,72 @@ def test_the_lighthouse_is_gone():
     on_processes(2, lose_the_lighthouse)
 
 
+def stepping(manager: Any, net: Network, sync: str) -> Callable[[], None]:
+    model = DistributedDataParallel(manager, net, sync=sync)
+
+    def step() -> None:
+        manager.start_quorum()
+        model(torch.ones(1, 8)).sum().backward()
+        manager.should_commit()
+
+    return step
+
+
+def of_another_pipeline(manager: Any, training: Training, is_other: bool) -> Callable[[], None]:
+    return stepping(manager, training.net, "allreduce" if is_other else LOSSY)
+
+
+def of_another_network(manager: Any, training: Training, is_other: bool) -> Callable[[], None]:
+    if is_other:
+        training.net.append(nn.Linear(4, 4))
+        training.optimizer.add_param_group({"params": training.net[3].parameters()})
+    return stepping(manager, training.net, LOSSY)
+
+
+def of_another_outer_step(manager: Any, training: Training, is_other: bool) -> Callable[[], None]:
+    return attach(manager, training.net, None, f"diloco(allreduce, every={1 if is_other else 2})").step
+
+
 def join_with_another(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
     """The second replica is another one: it alone is told, again and again, and the first one goes on."""
-    torch.manual_seed(0)
     training = Training(seed=0)
-    refused = folder / "refused"
+    refused, begun, ended = (folder / point for point in ("refused", "begun", "ended"))
     if name == "r1":
-        read(folder / "begun")
-        if "network" in options:
-            training.net.append(nn.Linear(4, 4))
-            training.optimizer.add_param_group({"params": training.net[3].parameters()})
+        read(begun)
     manager = new_manager(name, address, training)
-    model = DistributedDataParallel(manager, training.net, sync=options.get("sync", LOSSY) if name == "r1" else LOSSY)
+    step = options["make"](manager, training, name == "r1")
     if name == "r1":
         for _ in range(20):
             with pytest.raises(RankMismatchError, match=options["says"]):
-                manager.start_quorum()
+                step()
         manager.shutdown(wait=False)  # as those do who catch an error and end
         refused.touch()
-        read(folder / "ended")
+        read(ended)
         return
-    ended, lost = 0, 0
-    while ended < 5:
-        manager.start_quorum()
-        model(torch.ones(1, 8)).sum().backward()
-        is_committed = manager.should_commit()
-        (folder / "begun").touch()
-        ended += is_committed and refused.exists()
+    committed, lost = 0, 0
+    while committed < 5:
+        before = manager.current_step()
+        step()
+        is_committed = manager.current_step() > before
+        begun.touch()
+        committed += is_committed and refused.exists()
         lost += not is_committed
         time.sleep(0.02)
     assert manager.num_participants() == 1
-    assert lost == 1  # the step in which the other one came
-    (folder / "ended").touch()
+    assert options["make"] is of_another_outer_step or lost == 1  # the step in which the other one came
+    ended.touch()
 
 
 @pytest.mark.parametrize(
-    "differs",
+    ("make", "says"),
     [
-        {"sync": "allreduce", "says": r"disagree about pipeline: rank 0: error_feedback.*rank 1: allreduce"},
-        {"network": "larger", "says": r"disagree about leaf '3.weight': rank 0: nothing; rank 1: float32\[4, 4\]"},
+        (of_another_pipeline, r"disagree about pipeline: rank 0: error_feedback.*rank 1: allreduce"),
+        (of_another_network, r"disagree about leaf '3.weight': rank 0: nothing; rank 1: float32\[4, 4\]"),
+        (of_another_outer_step, r"pipeline: rank 0: diloco\(allreduce, every=2\); rank 1"),
     ],
-    ids=["pipeline", "parameters"],
 )
-def test_a_replica_that_differs_gives_way_for_good_and_the_others_go_on(differs: dict[str, str]):
-    on_processes(2, join_with_another, **differs)
+def test_a_replica_that_differs_gives_way_for_good_and_the_others_go_on(make: Callable[..., Any], says: str):
+    on_processes(2, join_with_another, make=make, says=says)
 
 
 # Replicas of several ranks, of which each has its own part of the model, as with tensor or pipeline parallel. If one

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,26 @@ pytest.importorskip("torchft", reason="torchft is not installed: pip install 'fn
 
 from torchft.coordination import LighthouseServer
 
-from fnddp import RankMismatchError
-from fnddp.integrations.torchft import attach
+from fnddp.integrations.torchft import ManagerWire, attach
 from fnddp.laws import bits
 from fnddp.outer.shards import local
-from tests.replicas import Job, Training, digest_of, meet, new_manager, on_processes, read, wait_together, write
+from tests.replicas import (
+    Job,
+    Record,
+    Training,
+    digest_of,
+    meet,
+    new_manager,
+    on_processes,
+    read,
+    require_equal,
+    wait_together,
+    write,
+)
+from tests.ways import Trap, failing
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300)]
-GRACE = 400  # ms
-EVERY = 4
-STEP = f"diloco(weighted(error_feedback(quantize(two_shot, bits=4, block=16))), every={EVERY})"
+STEP = "diloco(weighted(error_feedback(quantize(two_shot, bits=4, block=16))), every=4)"
 
 
 class Worker(Training):
@@ -37,53 +48,31 @@ class Worker(Training):
     load_state_dict = state_dict = None  # pyright: ignore
 
 
-def x_of(name: str, step: int) -> torch.Tensor:
-    return torch.randn(6, 8, generator=torch.Generator().manual_seed(1000 * int(name[1:]) + step))
-
-
 def train_worker(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
     """Trains until the file "over" is there, with a line about each exchange. It may be stopped or killed anywhere."""
     training = Worker(seed=0)
     seconds = {"seconds": 3, "init_sync": False}
     manager = new_manager(f"{name}-{options['incarnation']}", read(folder / "address"), training, **seconds)
-    attached = attach(manager, training.net, training.optimizer, options.get("step", STEP))
-    log, step, begun = (folder / f"{name}.jsonl").open("a"), 0, 0
-    (folder / f"{name}-trains-{options['incarnation']}").touch()
+    attached = attach(manager, training.net, training.optimizer, STEP)
+    log, step = (folder / f"{name}.jsonl").open("a"), 0
     if not options["incarnation"]:
         wait_together(name, folder, options["replicas"])
     while not (folder / "over").exists():
         before, number = attached.state, manager.current_step()
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1000 * int(name[1:]) + step))
         training.optimizer.zero_grad()
-        training.net(x_of(name, step)).square().mean().backward()
+        training.net(x).square().mean().backward()
         attached.count(6 + int(name[1:]))
         training.optimizer.step()
         step += 1
-        time.sleep(options.get("sleep", 0.01))
+        time.sleep(0.01)
         if attached.state is not before and attached.state.step == 0:
-            about = {
-                "replica": name,
-                "step": manager.current_step(),
-                "participants": manager.num_participants(),
-                "digest": digest_of(attached.state.anchor, attached.state.velocity),
-                "steps_since": step - begun,
-            }
-            begun = step
-            log.write(json.dumps(about) + "\n")
+            digest = digest_of(attached.state.anchor, attached.state.velocity)
+            done = Record(name, 0, manager.current_step(), manager.num_participants(), "", digest, committed=True)
+            log.write(json.dumps(done.__dict__) + "\n")
             log.flush()
         assert manager.current_step() >= number
     manager.shutdown(wait=False)
-
-
-def exchanges(folder: Path) -> list[dict[str, Any]]:
-    lines = [line for file in folder.glob("*.jsonl") for line in file.read_text().split("\n")[:-1]]
-    return [json.loads(line) for line in lines]
-
-
-def require_equal_anchors(done: list[dict[str, Any]]) -> None:
-    after: dict[int, set[str]] = {}
-    for each in done:
-        after.setdefault(each["step"], set()).add(each["digest"])
-    assert not {step: digests for step, digests in after.items() if len(digests) > 1}
 
 
 def run_with_faults(workers: int, kills: int, stragglers: int, seed: int = 0) -> dict[str, int]:
@@ -94,7 +83,7 @@ def run_with_faults(workers: int, kills: int, stragglers: int, seed: int = 0) ->
         lighthouse = LighthouseServer(
             bind="127.0.0.1:0",
             min_replicas=1,
-            join_timeout_ms=GRACE,
+            join_timeout_ms=400,
             quorum_tick_ms=20,
             heartbeat_timeout_ms=2000,
         )
@@ -102,12 +91,12 @@ def run_with_faults(workers: int, kills: int, stragglers: int, seed: int = 0) ->
         for i in range(workers):
             job.start(f"r{i}")
 
-        def committed(at_least: int, of: int) -> bool:
-            return sum(each["participants"] >= of for each in exchanges(job.path)) >= at_least
+        def committed(of: int) -> int:
+            return sum(each.participants >= of for each in job.records())
 
-        def more(of: int, exchanges_more: int = 2) -> None:
-            now = sum(each["participants"] >= of for each in exchanges(job.path))
-            job.wait_for(lambda: committed(now + exchanges_more, of), f"to exchange as {of}")
+        def more(of: int) -> None:
+            now = committed(of)
+            job.wait_for(lambda: committed(of) >= now + 2, f"to exchange as {of}")
 
         more(workers)
         for act in order:
@@ -127,15 +116,13 @@ def run_with_faults(workers: int, kills: int, stragglers: int, seed: int = 0) ->
             job.require_none_failed()
         (job.path / "over").touch()
         job.wait_for(lambda: all(each.exitcode == 0 for each in job.processes.values()), "to end")
-        done = exchanges(job.path)
+        done = job.records()
         lighthouse.shutdown()
-    require_equal_anchors(done)
+    require_equal(done)
     return {
-        "kills": kills,
-        "stragglers": stragglers,
-        "exchanges": len({each["step"] for each in done}),
+        "exchanges": len({each.step for each in done}),
         "commits": len(done),
-        "with fewer": len({each["step"] for each in done if each["participants"] < workers}),
+        "with fewer": len({each.step for each in done if each.participants < workers}),
     }
 
 
@@ -152,78 +139,47 @@ def be_late(name: str, address: str, folder: Path, options: Mapping[str, Any]) -
     training = Worker(seed=0)
     manager = new_manager(name, read(folder / "address"), training, init_sync=False)
     attached = attach(manager, training.net, None, "diloco(weighted(allreduce), every=2, lr=1, momentum=0)")
-    tokens = 1 + int(name[1])
 
-    def steps(n: int, of: int) -> None:
-        for _ in range(n):
-            attached.count(tokens)
+    def steps(of: float) -> None:
+        for _ in range(2):
+            attached.count(1 + int(name[1]))
             with torch.no_grad():
                 for p in training.net.parameters():
                     p.add_(of)
             attached.step()
 
+    def require_moved(by: float) -> None:
+        for path, leaf in attached.state.anchor.items():
+            torch.testing.assert_close(leaf, start[path] + by, rtol=1e-5, atol=1e-5)
+
     wait_together(name, folder, 3)
-    steps(2, 1.0)  # all together: the mean moves by 2
+    steps(1.0)
     assert manager.num_participants() == 3
     start = {path: leaf.clone() for path, leaf in attached.state.anchor.items()}
-    if name != "r2":
-        steps(2, 1.0)  # without the third one
-        assert manager.num_participants() == 2
-        moved = 2.0
-        write(folder / f"{name}-alone")
-    else:
-        read(folder / "r0-alone", folder / "r1-alone")
-        moved = 0.0
-    for path, leaf in attached.state.anchor.items():
-        torch.testing.assert_close(leaf, start[path] + moved)
     if name == "r2":
+        read(folder / "r0-alone", folder / "r1-alone")
+        require_moved(0.0)
         write(folder / "comes")
-        steps(2, 8.0)  # what it has trained in the meantime
+        steps(8.0)  # what it has trained in the meantime
     else:
+        steps(1.0)  # without the third one
+        assert manager.num_participants() == 2
+        require_moved(2.0)
+        write(folder / f"{name}-alone")
         read(folder / "comes")
         time.sleep(1)  # until the third one has asked for a quorum
         write(folder / f"{name}-goes")
         read(folder / "r0-goes", folder / "r1-goes")
-        steps(2, 1.0)
+        steps(1.0)
     assert manager.num_participants() == 3
-    mean = (2 * 1 + 2 * 2 + 16 * 3) / 6  # by tokens: 1, 2 and 3 for each of two steps
+    require_moved(2 + (2 * 1 + 2 * 2 + 16 * 3) / 6)  # by tokens: 1, 2 and 3 for each of two steps
     for path, leaf in attached.state.anchor.items():
-        torch.testing.assert_close(leaf, start[path] + 2 + mean, rtol=1e-5, atol=1e-5)
         assert bits(leaf) == bits(dict(training.net.named_parameters())[path].detach())
     wait_together(name, folder, 3, point="end")
 
 
 def test_a_late_workers_difference_counts_in_the_next_exchange_by_its_tokens():
     on_processes(3, be_late)
-
-
-def differ(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
-    """The second worker comes with another outer step: it alone is told, and the first one goes on."""
-    if name == "r1":
-        read(folder / "begun")
-    training = Worker(seed=0)
-    manager = new_manager(name, address, training)
-    step = "diloco(allreduce, every=2)" if name == "r0" else "diloco(allreduce, every=1)"
-    attached = attach(manager, training.net, None, step)
-    if name == "r1":
-        for _ in range(20):
-            with pytest.raises(RankMismatchError, match=r"pipeline: rank 0: diloco\(allreduce, every=2\); rank 1"):
-                attached.step()
-        write(folder / "refused")
-        read(folder / "ended")
-        return
-    committed = 0
-    while committed < 5:
-        before = manager.current_step()
-        attached.step()
-        committed += manager.current_step() > before and (folder / "refused").exists()
-        write(folder / "begun")
-        time.sleep(0.01)
-    write(folder / "ended")
-
-
-def test_a_worker_with_another_outer_step_gives_way_for_good():
-    on_processes(2, differ)
 
 
 def sharded_workers(name: str, address: str, folder: Path, options: Mapping[str, Any]) -> None:
@@ -251,21 +207,9 @@ def sharded_workers(name: str, address: str, folder: Path, options: Mapping[str,
     for path, p in training.net.named_parameters():
         torch.testing.assert_close(local(p), start[path] + 2)
     before, number = bits(attached.state), manager.current_step()
-    fails = name == "r3"
-    if fails:
-        wire = attached._wire
-        begin = wire.start
-
-        def fail_once(*_: Any) -> Any:
-            wire.start = begin
-            raise ZeroDivisionError("a trap")
-
-        wire.start = fail_once
-    try:
+    is_mine = name == "r3"
+    with failing(ManagerWire, "start") if is_mine else nullcontext(), pytest.raises(Trap) if is_mine else nullcontext():
         move(moves)
-        assert not fails
-    except ZeroDivisionError:
-        assert fails
     assert bits(attached.state) == before
     assert manager.current_step() == number
     move(0.0)

@@ -11,13 +11,8 @@ from fnddp import error_feedback, fp16, powersgd, two_shot
 from fnddp.integrations.torchft import DistributedDataParallel, ManagerWire, attach
 from fnddp.laws import bits
 from fnddp.reducers.all_reduce import all_reduce, allreduce
-from fnddp.wire.kinds import KINDS, REDUCE_SCATTER
+from fnddp.wire.kinds import REDUCE_SCATTER
 from tests.replicas import Network
-
-
-class Backend:
-    def getBackendName(self) -> str:
-        return "torchft-gloo"
 
 
 class StandIn(SimpleNamespace):
@@ -30,7 +25,7 @@ class StandIn(SimpleNamespace):
                 "_replica_world_size_mode": SimpleNamespace(name="DYNAMIC"),
                 "_min_replica_size": 2,
                 "_quorum_id": -1,
-                "_pg": Backend(),
+                "_pg": SimpleNamespace(getBackendName=lambda: "torchft-gloo"),
                 "_user_state_dicts": {},
                 "_load_state_dict_fns": {},
                 "num_participants": lambda: 0,
@@ -82,10 +77,6 @@ SCATTERED = (REDUCE_SCATTER, torch.zeros(2, 1), torch.zeros(1), "sum", None)
 def test_what_does_not_fit(does, says):
     with pytest.raises(ValueError, match=says):
         does()
-
-
-def test_all_other_kinds_are_there():
-    ManagerWire(StandIn()).require([kind for kind in KINDS.values() if kind is not REDUCE_SCATTER])
 
 
 def test_arguments_that_a_manager_decides():

@@ -22,6 +22,7 @@ from tests.models import (
     SMALL,
     WITH_RESIDUAL,
     Mixed,
+    Parts,
     assert_equal_on_ranks,
     assert_same_grads,
     average,
@@ -201,28 +202,16 @@ def test_a_compiled_function_that_calls_backward(rank: int, registers: bool) -> 
         assert_same_grads(model, plain)
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.branches = nn.ModuleList(nn.Linear(3, 1) for _ in range(3))
-
-    def forward(self, x: Tensor, used: list[int]) -> Tensor:
-        return torch.stack([self.branches[i](x).sum() for i in used]).sum()
-
-
 @pytest.mark.parametrize("weighs", [False, True])
 @on_ranks(2)
 def test_gradients_that_are_added_to_on_some_ranks(rank: int, weighs: bool) -> None:
     """The mean of an earlier backward is in `.grad`; where a later one does not reach the parameter, it counts, too."""
-    used = [[[0, 1], [0, 1]], [[0, 2], [0, 1]], [[1], [2]], [[0], [0]]]  # in each backward, on each rank
-    ours = DDP(Branches(), sync="weighted(allreduce)" if weighs else "allreduce")
-    theirs = TorchDDP(Branches(), find_unused_parameters=True)
-    for i, of_ranks in enumerate(used):
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * i + rank))
+    ours = DDP(Parts(), sync="weighted(allreduce)" if weighs else "allreduce")
+    theirs = TorchDDP(Parts(), find_unused_parameters=True)
+    for i, uses in enumerate((("ab", "ab"), ("ac", "ab"), ("b", "c"), ("a", "a"))):  # in each backward, on each rank
         with ours.weight(3.0) if weighs else nullcontext():
-            ours(x, of_ranks[rank]).backward()
-        theirs(x, of_ranks[rank]).backward()
+            loss_of(ours(batch(rank, i), uses[rank])).backward()
+        loss_of(theirs(batch(rank, i), uses[rank])).backward()
         assert_same_grads(ours, theirs)
 
 
@@ -274,8 +263,7 @@ def test_no_sync_and_several_forwards_before_a_backward(rank: int) -> None:
         assert_equal_on_ranks(grads_of(ours))
 
 
-def three_ranks(*counts: list[int]) -> list[Any]:
-    return [pytest.param(each, marks=pytest.mark.thorough) for each in counts]
+TWO_OR_THREE = 2, pytest.param(3, marks=pytest.mark.thorough)
 
 
 def train_joined(
@@ -294,8 +282,12 @@ def train_joined(
                 model.zero_grad()
 
 
-def check_join_by_hand(rank: int, text: str, counts: list[int], divide: bool) -> None:
-    sync, n = fnddp.parse(text), dist.get_world_size()
+@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize("counts", [(4, 2, 3), (0, 3, 3)], ids=str)  # of steps, by rank
+@on_ranks(*TWO_OR_THREE)
+def test_join_is_the_mean_of_those_that_are_left(rank: int, counts: tuple[int, ...], divide: bool) -> None:
+    sync, n = fnddp.parse(COMPRESSED), dist.get_world_size()
+    counts = counts[:n]
     model, plain = DDP(make_model(), sync=sync, **SMALL), make_model()
     state = sync.init(dict(plain.named_parameters()))
     train_joined(model, rank, counts[rank], evaluates=True, divide_by_initial_world_size=divide)
@@ -320,26 +312,16 @@ def check_join_by_hand(rank: int, text: str, counts: list[int], divide: bool) ->
     torch.testing.assert_close(grads_of(model), grads_of(plain), **tolerance)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("divide", [True, False])
-@pytest.mark.parametrize("counts", [[4, 2], [0, 3], *three_ranks([5, 2, 3], [1, 4, 4])], ids=str)
-def test_join_is_the_mean_of_those_that_are_left(gloo, counts, divide):
-    gloo(len(counts), check_join_by_hand, COMPRESSED, counts, divide)
-
-
-def check_join_as_torch(rank: int, counts: list[int], accumulate: int, options: dict[str, Any]) -> None:
+@on_ranks(*TWO_OR_THREE)
+def test_join_as_torch_with_buffers_and_no_sync(rank: int, accumulate: int, divide: bool) -> None:
     ours, theirs = DDP(normed()), TorchDDP(normed())
     for model in (ours, theirs):
-        train_joined(model, rank, counts[rank], accumulate, **options)
-    exact = {"rtol": 0, "atol": 0} if len(counts) == 2 else {"rtol": 1e-5, "atol": 1e-6}
+        train_joined(model, rank, (2, 6, 4)[rank], accumulate, divide_by_initial_world_size=divide)
+    exact = {"rtol": 0, "atol": 0} if dist.get_world_size() == 2 else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), **exact)
     assert_equal_on_ranks(ours.state_dict())
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("counts", [[2, 4], *three_ranks([2, 6, 4])], ids=str)
-@pytest.mark.parametrize("divide", [True, False])
-def test_join_as_torch_with_buffers_and_no_sync(gloo, counts, accumulate, divide):
-    gloo(len(counts), check_join_as_torch, counts, accumulate, {"divide_by_initial_world_size": divide})
 
 
 @on_ranks(2)
