@@ -6,17 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from fnddp import Link
 from fnddp.cli import network
-from fnddp.cli.launch import run_ranks
 from fnddp.cli.main import main
 from fnddp.cli.network import NetworkError, sent_bytes, shaped_hosts
 
@@ -95,24 +90,6 @@ def test_a_latency_is_netems(monkeypatch: pytest.MonkeyPatch) -> None:
         "root handle 1: netem delay 20us limit 1000000",
         "parent 1:1 tbf rate 2500000000bit burst 256kb latency 100ms",
     ]
-
-
-def sends(elements: int) -> Iterator[tuple[int, str]]:
-    interface = os.environ["GLOO_SOCKET_IFNAME"]
-    before = sent_bytes(interface)
-    dist.all_reduce(total := torch.ones(elements))
-    dist.barrier()
-    yield sent_bytes(interface) - before, f"{interface}: {total.sum()}"
-
-
-@needs_hosts
-@pytest.mark.timeout(60)
-def test_ranks_talk_over_the_link() -> None:
-    with shaped_hosts(2, "1gbit") as hosts, closing(run_ranks(2, sends, 100_000, hosts=hosts)) as events:
-        ((count, what),) = events
-    assert what == "eth0: 200000.0"
-    assert count == pytest.approx(400_000, rel=0.05)  # a ring of two sends each byte once; and headers
-    assert namespaces() == set()
 
 
 SCRIPT = """
