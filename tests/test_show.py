@@ -1,4 +1,4 @@
-"""What plans look like: as text; and figures on dark pages."""
+"""What plans look like: as text, whose whole is in docs/plan.md; and figures on dark pages."""
 
 import re
 from dataclasses import replace
@@ -16,29 +16,6 @@ from fnddp.tree import Tree
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
 PARAMS = {"weight": torch.empty(96, 64, device="meta"), "bias": torch.empty(96, device="meta")}
 
-# Numbers of operations depend on torch's decompositions and on our passes: they are n here.
-GOLDEN = """\
-error_feedback(powersgd(fp16(allreduce), rank=2))
-2 leaves, 6,240 parameters, 24.4 KiB, 2 buckets; 2 ranks
-
-slot 0
-  need bias: encode, n operations
-    send c0: all_reduce sum float16[96] over 2 ranks, 192 B, round 1 of 2: bias
-
-slot 1
-  need weight: encode, n operations
-    send c1: all_reduce sum float16[192] over 2 ranks, 384 B, round 1 of 2: weight
-
-slot 2
-  wait c1: decode, encode, n operations
-    send c2: all_reduce sum float16[128] over 2 ranks, 256 B, round 2 of 2: weight
-
-slot 3
-  wait c0, c2: decode, n operations
-
-on the wire: 832 B per rank; on its link: 832 B, 30.0x fewer than a plain mean of float32
-2 rounds, 3 collectives; peak extra memory 2.0 MiB"""
-
 HOSTILE = {'<b>&"bold"</b>': torch.empty(96, 96), "line\nfeed": torch.empty(7), "": torch.empty(3)}
 
 
@@ -51,10 +28,8 @@ def two_groups() -> Plan:
     return plan_of(sync, PARAMS, {None: 2, "<inner & outer>": 2})
 
 
-def test_text():
-    plan = replace(plan_of(), peak_bytes=2**21)
-    assert re.sub(r"\d+ operations?\b", "n operations", str(plan)) == GOLDEN
-    assert plan.show() == f"{plan}"
+def test_peak_memory_is_shown():
+    assert str(replace(plan_of(), peak_bytes=2**21)).endswith("; peak extra memory 2.0 MiB")
 
 
 def test_code_lists_every_step_and_operation():
