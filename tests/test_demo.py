@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,9 +57,7 @@ def test_reports_bytes_losses_and_accuracy(tmp_path: Path, capsys: pytest.Captur
         (os.kill, signal.SIGKILL, -signal.SIGKILL, []),
     ],
 )
-def test_no_process_stays(
-    tmp_path: Path, kill: Callable[[int, int], None], number: int, ends_with: int, says: list[str]
-) -> None:
+def test_no_process_stays(tmp_path: Path, kill, number: int, ends_with: int, says: list[str]) -> None:
     command = [sys.executable, "-m", "fnddp", "demo", "--steps", "1000000", "--out", str(tmp_path / "out")]
     # A foreground process group of its own, as in a terminal.
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as training:

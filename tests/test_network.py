@@ -109,9 +109,7 @@ dist.destroy_process_group()
 @needs_hosts
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("option", ["--steps", "--fails"])
-def test_a_script_runs_over_the_link(
-    option: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_runs_over_the_link(option: str, tmp_path: Path, capfd, monkeypatch) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
     code = main(["run", "--link", "1gbit", "--ranks", "2", "train.py", option])

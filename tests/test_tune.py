@@ -18,7 +18,8 @@ from fnddp.run import choose as choosing
 from fnddp.run.hops import several
 from fnddp.simulation import tune as simulated
 from fnddp.simulation.ranks import run_threads
-from fnddp.simulation.tune import MEAN, SIXTEEN_BITS, Gap, Outcome, Problem, Tuned, final_loss, tune
+from fnddp.simulation.tune import MEAN, SIXTEEN_BITS, Gap, Outcome, Tuned, final_loss, tune
+from tests import workloads
 from tests.hosts import complaints
 from tests.workloads import SMALL
 
@@ -36,6 +37,7 @@ EXACT, HALF = outcome(MEAN, 1.0, 2.0, 2.1, 1.9), outcome("bf16(allreduce)", 0.6,
 ROUGH, LATE = replace(HALF, losses=(3.0, 3.1, 2.9)), outcome("fp16(allreduce)", 1.01, 2.0, 2.1, 1.9)
 GOOD, BAD = outcome("good", 0.3, 2.002, 2.103, 1.901), outcome("bad", 0.1, 2.1, 2.2, 2.01)
 UNCLEAR = outcome("unclear", 0.2, 2.012, 2.1, 1.9)
+HARDLY = replace(HALF, pipeline="hardly faster", step=outcome("", 0.55).step)
 DIVERGED = outcome("diverged", 0.1, float("nan"), 2.0, 1.9)
 SETTING = {"model": "model", "data": "data", "link": "1gbit", "ranks": 2, "steps": 6, "seeds": 2}
 
@@ -45,10 +47,7 @@ SETTING = {"model": "model", "data": "data", "link": "1gbit", "ranks": 2, "steps
     [
         ([HALF, GOOD, BAD], "good: 3.33x as fast as the plain mean, 2.00x as bf16(allreduce)"),
         ([HALF, DIVERGED], "Nothing beats a 16-bit wire: bf16(allreduce): 1.67x as fast as the plain mean"),
-        (
-            [HALF, replace(HALF, pipeline="hardly faster", step=outcome("", 0.55).step)],
-            "Nothing beats a 16-bit wire: bf16(allreduce): 1.67x as fast as the plain mean",
-        ),
+        ([HALF, HARDLY], "Nothing beats a 16-bit wire: bf16(allreduce): 1.67x as fast as the plain mean"),
         ([ROUGH], "Nothing beats the plain mean: allreduce"),
         ([ROUGH, GOOD], "good: 3.33x as fast as the plain mean"),
         ([LATE], "Nothing beats the plain mean: allreduce"),
@@ -138,35 +137,25 @@ def test_losses_that_differ_by_roundings_are_equal() -> None:
     assert outcome("x", 1.0, float("nan")).loss == outcome("x", 1.0, float("inf"), 1.0).spread == float("inf")
 
 
-def line_problem() -> Problem:
-    def batch(rank: int, n: int, generator: torch.Generator):
-        x = torch.randn(4, 3, generator=generator)
-        return x, x @ torch.tensor([[1.0], [-2.0], [3.0]])
-
-    return Problem(
-        partial(nn.Linear, 3, 1),
-        lambda forward, batch: (forward(batch[0]) - batch[1]).square().mean(),
-        batch,
-        partial(torch.optim.SGD, lr=0.1),
-    )
+PROBLEM = replace(workloads.own_problem(), optimizer=partial(torch.optim.SGD, lr=0.1))
 
 
 def test_the_simulated_loss_is_that_of_real_ranks() -> None:
-    problem, n, steps, sync = line_problem(), 3, 6, parse("error_feedback(sign(allgather))")
-    model = problem.make(5)  # here: ranks that are threads share torch's generator
+    n, steps, sync = 3, 6, parse("error_feedback(sign(allgather))")
+    model = PROBLEM.make(5)  # here: ranks that are threads share torch's generator
 
     def train(rank: int) -> list[float]:
         params = simulated.trained(model)
-        step = fnddp.value_and_grad(problem.loss_of(model), sync)
+        step = fnddp.value_and_grad(PROBLEM.loss_of(model), sync)
         state, losses = sync.init(params), []
-        for batch in problem.batches(n, 5, steps):
+        for batch in PROBLEM.batches(n, 5, steps):
             loss, grads, state = step(params, state, *(part[rank] for part in batch))
             params = {name: param - 0.1 * grads[name] for name, param in params.items()}
             losses.append(loss.item())
         return losses
 
     last = [losses[-1] for losses in run_threads(n, train)]
-    assert final_loss(problem, sync, n, 5, steps) == pytest.approx(sum(last) / n, rel=1e-4)
+    assert final_loss(PROBLEM, sync, n, 5, steps) == pytest.approx(sum(last) / n, rel=1e-4)
 
 
 def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +163,7 @@ def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) 
     seen: list[tuple[str, int, int]] = []
     known: list[tuple[Tuned, int]] = []
     found = tune(
-        line_problem(),
+        PROBLEM,
         ["sign(allgather)", "sign( allgather )", "fp16(allreduce)"],
         link=Link.parse("1kbit"),
         ranks=4,
@@ -194,7 +183,7 @@ def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) 
     assert [each.seconds for each in found.outcomes] == sorted(each.seconds for each in found.outcomes)
     by_name = {each.pipeline: each for each in found.outcomes}
     plain, gathered = by_name[MEAN], by_name["sign(allgather)"]
-    assert (plain.wire_bytes, plain.link_bytes) == (16, 24)  # 4 numbers; 2 * 3/4 of them on the link
+    assert (plain.wire_bytes, plain.link_bytes) == (84, 126)  # 21 numbers; 2 * 3/4 of them on the link
     assert gathered.link_bytes == 3 * gathered.wire_bytes
     assert all(len(each.losses) == 2 for each in found.outcomes)
     assert plain.losses[0] != plain.losses[1]
@@ -215,19 +204,19 @@ def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_wrong_calls(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tune(line_problem(), **{"pipelines": [], "link": Link.parse("1gbit"), "ranks": 2, "steps": 2, **options})
+        tune(PROBLEM, **{"pipelines": [], "link": Link.parse("1gbit"), "ranks": 2, "steps": 2, **options})
 
 
 def test_a_model_is_judged_in_eval_mode() -> None:
     def is_equal(forward: Any) -> float:
-        return float(forward(torch.ones(64, 3)).unique().numel() == 1)  # dropout would have made zeros
+        return float(forward(torch.ones(64, 20)).unique().numel() == 1)  # dropout would have made zeros
 
-    dropping = replace(line_problem(), build=lambda: nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.5)), quality=is_equal)
+    dropping = replace(PROBLEM, build=lambda: nn.Sequential(nn.Linear(20, 1), nn.Dropout(0.5)), quality=is_equal)
     assert final_loss(dropping, parse("allreduce"), 2, 0, 1) == 1
 
 
 def test_behind_a_momentum_that_all_share_the_optimizer_has_none() -> None:
-    sgd = replace(line_problem(), optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.5))
+    sgd = replace(PROBLEM, optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.5))
     losses = [final_loss(sgd, parse(text), 2, 0, 6) for text in (MEAN, f"shared_momentum({MEAN}, beta=0.5)")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
@@ -238,12 +227,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main.main(arguments) == 0
     said, errors = capsys.readouterr()
     assert complaints(errors) == []
-    for expected in (
-        f"{SMALL} on its own batches, 2 virtual ranks, 2 steps, 2 seeds; link 1mbit:1ms",
-        "above",
-        'sync="auto" takes',
-        "by one rank alone, on one core",
-    ):
+    setting = f"{SMALL} on its own batches, 2 virtual ranks, 2 steps, 2 seeds; link 1mbit:1ms"
+    for expected in (setting, "above", 'sync="auto" takes', "by one rank alone, on one core"):
         assert expected in said
     assert (tmp_path / "out" / "pareto.svg").stat().st_size > 10_000
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -254,9 +239,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"since {SMALL} returns one" in " ".join(said.split())
 
 
-def test_a_command_that_is_interrupted_keeps_the_seeds_that_are_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_is_interrupted_keeps_the_seeds_that_are_done(tmp_path, monkeypatch) -> None:
     train = simulated.final_loss
 
     def interrupted(problem: Any, sync: Any, n: int, seed: int, *more: Any) -> float:
