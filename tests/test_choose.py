@@ -175,23 +175,17 @@ def test_one_rank_takes_the_plain_mean_unmeasured(monkeypatch: pytest.MonkeyPatc
     assert _taken(0) == "allreduce"
 
 
-def test_a_rank_that_cannot_measure_leaves_the_plain_mean_for_all(monkeypatch, slow: None, caplog) -> None:
-    def fails(*_: Any, **__: Any) -> tuple[float]:
-        if dist.get_rank() == 1:
-            raise MemoryError("no room")
-        return (0.0,)
-
-    monkeypatch.setattr(choosing, "measure_segments", fails)
-    assert run_threads(2, _taken) == ["allreduce"] * 2
-    assert "rank 1 could not measure, MemoryError: no room" in caplog.text
-
-
-def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch, slow: None) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_slowest_rank_counts_and_one_that_cannot_measure(fails: bool, monkeypatch, slow: None, caplog) -> None:
     def seconds(plan: fnddp.Plan, **_: int) -> tuple[float]:
-        return (1e3 if dist.get_rank() == 1 and plan.sync != fnddp.allreduce else 1e-6,)
+        is_slow = dist.get_rank() == 1 and plan.sync != fnddp.allreduce
+        if is_slow and fails:
+            raise MemoryError("no room")
+        return (1e3 if is_slow else 1e-6,)
 
     monkeypatch.setattr(choosing, "measure_segments", seconds)
     assert run_threads(2, _taken) == ["allreduce"] * 2
+    assert ("rank 1 could not measure, MemoryError: no room" in caplog.text) == fails
 
 
 def test_ranks_that_do_not_all_ask_for_it_raise(slow: None) -> None:
