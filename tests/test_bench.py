@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.image import imread
-from torch.func import functional_call
 
 from fnddp import allreduce, fp16, parse
 from fnddp.cli import bench_codecs, bench_report, launch, main
@@ -32,32 +31,27 @@ BUFFERS = 4 * 2 * 32 + 8  # of BatchNorm, which DDP sends, too: two floats a cha
 SMALL = ("--pairs", "2", "--model", MODEL)
 
 
-@pytest.mark.parametrize(
-    ("name", "leaves", "elements"),
-    [
-        ("transformer", 52, 10_272_256),
-        ("deep", 384, 4_239_360),
-        ("gpt2", 148, 124_439_808),
-        ("resnet18", 62, 11_173_962),
-    ],
-)
-def test_named_models(name: str, leaves: int, elements: int) -> None:
+NAMED = {
+    "transformer": (52, 10_272_256),
+    "deep": (384, 4_239_360),
+    "gpt2": (148, 124_439_808),
+    "resnet18": (62, 11_173_962),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_models(name: str) -> None:
     problem, shapes = load(name), parameters(name)
     assert {p.device.type for p in shapes.values()} == {"meta"}
-    assert (len(shapes), sum(p.numel() for p in shapes.values())) == (leaves, elements)
+    assert (len(shapes), sum(p.numel() for p in shapes.values())) == NAMED[name]
     first, again, other = (problem.batch(rank, 2, torch.Generator()) for rank in (0, 0, 1))
     assert torch.equal(first[0], again[0])
     assert not torch.equal(first[0], other[0])
-    device = torch.device("meta" if name == "gpt2" else "cpu")  # its values are half a gigabyte
-    with device:
+    with torch.device("meta" if name == "gpt2" else "cpu") as device:  # its values are half a gigabyte
         module = problem.make(0)
-        batch = tuple(part.to(device) for part in first)
-        problem.loss(module, batch).backward()
+        problem.loss(module, tuple(part.to(device) for part in first)).backward()
     assert all(p.grad is not None for p in module.parameters())
-    if name == "gpt2":
-        assert functional_call(module, dict(module.named_parameters()), batch[:1]).shape == (1, 64, 50257)
-    else:
-        assert all(p.grad.isfinite().all() for p in module.parameters() if p.grad is not None)
+    assert name == "gpt2" or all(p.grad.isfinite().all() for p in module.parameters())
 
 
 def test_a_named_language_model_does_not_see_what_it_predicts() -> None:
@@ -119,12 +113,6 @@ def test_a_run_over_a_link(tmp_path: Path, capfd: pytest.CaptureFixture[str], mo
     for arm in results["arms"]:  # a ring of two sends each byte once; and headers, barriers and acknowledgements
         assert arm["wire_bytes"] < arm["link_bytes"] < arm["wire_bytes"] + 10_000
     assert namespaces() == set()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_no_cuda(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["bench", "allreduce", "--device", "cuda"]) == 2
-    assert "--device cuda: torch finds no accelerator here; use --device cpu" in capsys.readouterr().err
 
 
 def test_wrong_arguments_of_launched_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,21 +58,17 @@ def test_known_links_have_known_choices(rate: str, loss: Any, taken: str) -> Non
     assert repr(choose(PARAMS, Link.parse(rate), loss, world_size=2)) == taken
 
 
-@pytest.mark.parametrize(("ranks", "loss"), [(2, "none"), (8, "some")])
-def test_slower_links_never_take_more_bytes(ranks: int, loss: Any) -> None:
-    sent = [
-        fnddp.lower(
-            choose(PARAMS, Link(1e10 / 4**i, 1e-6), loss, world_size=ranks), PARAMS, world_size=ranks
-        ).link_bytes
-        for i in range(8)
-    ]
+@pytest.mark.parametrize(("n", "loss"), [(2, "none"), (8, "some")])
+def test_slower_links_never_take_more_bytes(n: int, loss: Any) -> None:
+    taken = [choose(PARAMS, Link(1e10 / 4**i, 1e-6), loss, world_size=n) for i in range(8)]
+    sent = [fnddp.lower(sync, PARAMS, world_size=n).link_bytes for sync in taken]
     assert sent == sorted(sent, reverse=True)
     assert len(set(sent)) >= 3
 
 
 def test_the_plain_mean_stays_where_it_is_not_beaten_by_the_margin() -> None:
-    def taken(**seconds: float) -> str:
-        codecs = {"allreduce": seconds.get("mean", 0.0), "bf16(allreduce)": seconds.get("bf16", 0.0)}
+    def taken(mean: float = 0.0, bf16: float = 0.0) -> str:
+        codecs = {"allreduce": mean, "bf16(allreduce)": bf16}
         return repr(choose(PARAMS, Link(1e6), world_size=2, codec_seconds=codecs, backward_seconds=0))
 
     wire = 1e-6  # of a byte of the plain mean
@@ -148,6 +144,10 @@ def _net() -> nn.Module:
     return nn.Linear(64, 33)
 
 
+def _taken(_: int) -> str:
+    return repr(fnddp.DistributedDataParallel(_net(), sync="auto").sync)
+
+
 def _step(model: nn.Module, rank: int) -> None:
     model(torch.ones(2, 64) * (rank + 1)).sum().backward()
 
@@ -172,32 +172,20 @@ def test_all_ranks_take_and_log_one(slow: None, caplog: pytest.LogCaptureFixture
 
 def test_one_rank_takes_the_plain_mean_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "measured", None)
-    assert repr(fnddp.DistributedDataParallel(_net(), sync="auto").sync) == "allreduce"
+    assert _taken(0) == "allreduce"
 
 
-def test_a_rank_that_cannot_measure_leaves_the_plain_mean_for_all(
-    monkeypatch: pytest.MonkeyPatch, slow: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    measure = choosing.measure_segments
-
-    def fails(*arguments: Any, **options: Any) -> Any:
-        if dist.get_rank() == 1:
-            raise MemoryError("no room")
-        return measure(*arguments, **options)
-
-    monkeypatch.setattr(choosing, "measure_segments", fails)
-    taken = run_threads(2, lambda rank: repr(fnddp.DistributedDataParallel(_net(), sync="auto").sync))
-    assert taken == ["allreduce"] * 2
-    assert "rank 1 could not measure, MemoryError: no room" in caplog.text
-
-
-def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch, slow: None) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_slowest_rank_counts_and_one_that_cannot_measure(fails: bool, monkeypatch, slow: None, caplog) -> None:
     def seconds(plan: fnddp.Plan, **_: int) -> tuple[float]:
-        return (1e3 if dist.get_rank() == 1 and plan.sync != fnddp.allreduce else 1e-6,)
+        is_slow = dist.get_rank() == 1 and plan.sync != fnddp.allreduce
+        if is_slow and fails:
+            raise MemoryError("no room")
+        return (1e3 if is_slow else 1e-6,)
 
     monkeypatch.setattr(choosing, "measure_segments", seconds)
-    taken = run_threads(2, lambda rank: repr(fnddp.DistributedDataParallel(_net(), sync="auto").sync))
-    assert taken == ["allreduce"] * 2
+    assert run_threads(2, _taken) == ["allreduce"] * 2
+    assert ("rank 1 could not measure, MemoryError: no room" in caplog.text) == fails
 
 
 def test_ranks_that_do_not_all_ask_for_it_raise(slow: None) -> None:
@@ -233,28 +221,26 @@ def pipeline_of(holder: Any) -> str:
 @on_ranks(2)
 def test_a_resumed_run_keeps_the_choice_on_another_link(rank: int, kind: str, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        (model, holder), (resumed, other) = (chosen_on(link, kind, patch) for link in (SLOW, FAST))
-        assert (pipeline_of(holder), pipeline_of(other)) == (FAR, "allreduce")
-        _step(model, rank)
-        save(tmp_path / "dcp", model, sync=holder)
+        made = [chosen_on(link, kind, patch) for link in (SLOW, FAST, FAST, FAST)]
+    (model, holder), (resumed, other), (measured, _), (loaded, _) = made
+    assert (pipeline_of(holder), pipeline_of(other)) == (FAR, "allreduce")
+    _step(model, rank)
+    save(tmp_path / "dcp", model, sync=holder)
+    with logged() as lines:
+        load(tmp_path / "dcp", resumed, sync=other)
+    assert pipeline_of(other) == FAR
+    said = [f'sync="auto" continues with {FAR}, which was set or loaded, instead of allreduce'] * (rank == 0)
+    assert lines == said
+    _step(resumed, rank)
+    assert all(map(torch.equal, *([p.grad for p in each.parameters()] for each in (resumed, model))))
+    if kind == "module":
         with logged() as lines:
-            load(tmp_path / "dcp", resumed, sync=other)
-        assert pipeline_of(other) == FAR
-        said = [f'sync="auto" continues with {FAR}, which was set or loaded, instead of allreduce']
-        assert lines == (said if rank == 0 else [])
-        _step(resumed, rank)
-        expected = [p.grad for p in model.parameters()]
-        assert all(map(torch.equal, [p.grad for p in resumed.parameters()], expected))
-        if kind == "module":
-            measured, _ = chosen_on(FAST, kind, patch)
-            with logged() as lines:
-                measured.sync = FAR
-            assert lines == (said if rank == 0 else [])
-            measured, _ = chosen_on(FAST, kind, patch)
-            named = fnddp.DistributedDataParallel(_net(), sync=fnddp.allreduce)
-            for each in (measured, named):
-                each.load_state_dict(model.state_dict(sync_state=True))
-            assert (pipeline_of(measured), pipeline_of(named)) == (FAR, "allreduce")
+            measured.sync = FAR
+        assert lines == said
+        named = fnddp.DistributedDataParallel(_net(), sync=fnddp.allreduce)
+        for each in (loaded, named):
+            each.load_state_dict(model.state_dict(sync_state=True))
+        assert (pipeline_of(loaded), pipeline_of(named)) == (FAR, "allreduce")
 
 
 @pytest.mark.parametrize("loads", [(0,), (0, 1)], ids=["one rank loads", "another file for each rank"])

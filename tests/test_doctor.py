@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,14 +12,14 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from fnddp import Link, Sync
+from fnddp import Link
 from fnddp.cli import examination, launch, main
 from fnddp.cli.examination import Findings
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.launch import RankError, RankInfo, Ranks
 from fnddp.cost.estimate import Compute
 from fnddp.simulation.ranks import run_threads
-from fnddp.simulation.tune import MEAN, SIXTEEN_BITS, Outcome
+from fnddp.simulation.tune import MEAN, SIXTEEN_BITS
 from tests.hosts import complaints, free_port
 from tests.test_tune import outcome
 from tests.workloads import SMALL
@@ -28,40 +27,39 @@ from tests.workloads import SMALL
 SECONDS = 120
 pytestmark = pytest.mark.usefixtures("started_by_hand")
 
-SAID = (
-    "installed: python ",
-    "ranks: 2, started ",
-    "ok: versions and devices are the same on all ranks",
-    "ok: means are equal on all ranks, bit for bit: allreduce, bf16(two_shot)",
-    "link between all ranks: ",
-    " ns/B)",
-    ' here: sync="auto" ',
-)
-DOCTOR = ("doctor", "--model", SMALL, "--device", "cpu")
-
 
 @pytest.mark.timeout(2 * SECONDS)
 def test_doctor_on_ranks_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(DOCTOR) == 0
+    assert main.main(["doctor", "--model", SMALL, "--device", "cpu"]) == 0
     said, errors = capsys.readouterr()
     assert complaints(errors) == []
-    assert [said.count(text) for text in SAID] == [1] * len(SAID)
+    for expected in (
+        "installed: python ",
+        "ranks: 2, started ",
+        "ok: versions and devices are the same on all ranks",
+        "ok: means are equal on all ranks, bit for bit: allreduce, bf16(two_shot)",
+        "link between all ranks: ",
+        " ns/B)",
+        ' here: sync="auto" ',
+    ):
+        assert said.count(expected) == 1, expected
     assert "PROBLEM" not in said
     for pipeline in (MEAN, *SIXTEEN_BITS, *examination.COMPRESSED):
         assert pipeline in said
 
 
-def test_every_rank_reports_a_failure_and_each_host_a_wrong_argument_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[str, ...]] = []
-    for at in (None, RankInfo("SLURM", 0, 4, 0), RankInfo("SLURM", 1, 4, 1), RankInfo("SLURM", 2, 4, 0)):
+def test_every_rank_reports_a_failure_and_each_host_a_wrong_argument_once(capsys, monkeypatch) -> None:
+    ours = "fnddp doctor: no\n"
+    for at, failure, wrong in (
+        (None, ours, ours),
+        (RankInfo("SLURM", 0, 4, 0), ours, ours),
+        (RankInfo("SLURM", 1, 4, 1), "fnddp doctor: rank 1: no\n", ""),
+        (RankInfo("SLURM", 2, 4, 0), "fnddp doctor: rank 2: no\n", "fnddp doctor: rank 2: no\n"),
+    ):
         monkeypatch.setattr(launch, "rank_info", lambda at=at: at)
-        codes = [launch.print_error_once("fnddp doctor", code, "no") for code in (1, 2)]
-        assert codes == [1, 2]
-        told.append(tuple(capsys.readouterr().err.splitlines()))
-    ours = "fnddp doctor: no"
-    assert told == [(ours, ours), (ours, ours), ("fnddp doctor: rank 1: no",), ("fnddp doctor: rank 2: no",) * 2]
+        for code, said in ((1, failure), (2, wrong)):
+            assert launch.print_error_once("fnddp doctor", code, "no") == code
+            assert capsys.readouterr().err == said
 
 
 @pytest.mark.timeout(2 * SECONDS)
@@ -69,14 +67,8 @@ def test_trace_writes_both_timelines(tmp_path: Path, capsys: pytest.CaptureFixtu
     out = tmp_path / "step.json"
     assert main.main(["trace", "fp16(allreduce)", "--model", SMALL, "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    for expected in (
-        "measured",
-        "predicted",
-        "all ranks have measured at once",
-        "exposed",
-        f"wire {2 * (64 * 32 + 32):,} B",
-        f"Wrote {out}",
-    ):
+    wire = f"wire {2 * (64 * 32 + 32):,} B"
+    for expected in ("measured", "predicted", "all ranks have measured at once", "exposed", wire, f"Wrote {out}"):
         assert expected in said
     events = [event for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"]
     measured = {event["name"]: event for event in events if event["pid"] != "predicted by fnddp"}
@@ -90,24 +82,19 @@ def test_trace_writes_both_timelines(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("variables", "place"),
     [
-        ({}, None),
-        ({"WORLD_SIZE": "1", "RANK": "0"}, None),
-        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}, RankInfo("the environment", 3, 4, 1)),
-        (
-            {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x", "SLURM_NTASKS": "2"},
-            RankInfo("torchrun", 3, 4, 1),
-        ),
-        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}, RankInfo("SLURM", 5, 8, 1)),
-        ({"SLURM_NTASKS": "8"}, None),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, RankInfo("Open MPI", 1, 2, 0)),
-        ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}, RankInfo("MPI", 0, 2, 0)),
+        ("", None),
+        ("WORLD_SIZE=1 RANK=0", None),
+        ("WORLD_SIZE=4 RANK=3 LOCAL_RANK=1", RankInfo("the environment", 3, 4, 1)),
+        ("WORLD_SIZE=4 RANK=3 LOCAL_RANK=1 TORCHELASTIC_RUN_ID=x SLURM_NTASKS=2", RankInfo("torchrun", 3, 4, 1)),
+        ("SLURM_NTASKS=8 SLURM_PROCID=5 SLURM_LOCALID=1", RankInfo("SLURM", 5, 8, 1)),
+        ("SLURM_NTASKS=8", None),
+        ("OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1", RankInfo("Open MPI", 1, 2, 0)),
+        ("PMI_SIZE=2 PMI_RANK=0 MPI_LOCALRANKID=0", RankInfo("MPI", 0, 2, 0)),
     ],
 )
-def test_places_are_read_from_the_variables_of_launchers(
-    variables: dict[str, str], place: RankInfo | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+def test_places_are_read_from_the_variables_of_launchers(variables, place, monkeypatch) -> None:
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
     assert launch.rank_info() == place
 
 
@@ -138,22 +125,27 @@ def findings(**seconds: float) -> Findings:
     return Findings(["here", "there"], None, [], {"between hosts": Link.parse("1gbit")}, costs)
 
 
-def test_the_verdict_is_what_auto_takes_and_what_is_faster() -> None:
-    best, four = examination.COMPRESSED[:2]
-    taking = replace(findings(), chosen=best)
-    auto = f'sync="auto" takes {best}, 3.00x as fast as the plain mean'
-    assert examination.verdict(taking) == f"Compression can pay here: {auto}"
-    faster = replace(findings(**{four: 0.5}), chosen=best)
-    assert f"{auto}. Faster: {four}, 2.00x as fast as that; whether your" in examination.verdict(faster)
-    little = replace(findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99)), chosen=SIXTEEN_BITS[0])
-    assert examination.verdict(little) == (
-        f'No compression saves a tenth of a step here: sync="auto" takes {SIXTEEN_BITS[0]}, 1.00x as fast as the plain '
-        "mean; it does not know how much communication backward hides"
-    )
-    much = replace(findings(**{**dict.fromkeys([best, *SIXTEEN_BITS], 4.0)}), chosen=SIXTEEN_BITS[0])
-    assert examination.verdict(much).endswith(f"Faster: {MEAN}, 1.33x as fast as that")
-    nothing = findings(**dict.fromkeys([best, *SIXTEEN_BITS], 2.99))
-    assert examination.verdict(nothing) == 'No compression saves a tenth of a step here: sync="auto" takes allreduce'
+BEST, FOUR = examination.COMPRESSED[:2]
+HALF = SIXTEEN_BITS[0]
+LITTLE = f'No compression saves a tenth of a step here: sync="auto" takes {HALF}, 1.00x as fast as the plain mean'
+
+
+def compressed(seconds: float) -> dict[str, float]:
+    return dict.fromkeys([BEST, *SIXTEEN_BITS], seconds)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "seconds", "said"),
+    [
+        (BEST, {}, f'Compression can pay here: sync="auto" takes {BEST}, 3.00x as fast as the plain mean'),
+        (BEST, {FOUR: 0.5}, f"3.00x as fast as the plain mean. Faster: {FOUR}, 2.00x as fast as that; whether your"),
+        (HALF, compressed(2.99), f"{LITTLE}; it does not know how much communication backward hides"),
+        (HALF, compressed(4.0), f"Faster: {MEAN}, 1.33x as fast as that"),
+        (MEAN, compressed(2.99), 'No compression saves a tenth of a step here: sync="auto" takes allreduce'),
+    ],
+)
+def test_the_verdict_is_what_auto_takes_and_what_is_faster(chosen, seconds, said) -> None:
+    assert said in examination.verdict(replace(findings(**seconds), chosen=chosen))
 
 
 @pytest.mark.parametrize("at", [None, RankInfo("torchrun", 0, 2, 0)])
@@ -166,30 +158,15 @@ def test_ranks_of_a_launcher_are_not_told_to_use_one(at: RankInfo | None, capsys
 
 def test_all_ranks_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that share cores take longer than one of them alone, while the others wait."""
-    all_at_once = threading.Barrier(2)
+    all_at_once = threading.Barrier(2, timeout=SECONDS / 2)
 
-    def measured(loss: Any, params: Any, *batch: Any) -> Compute:
-        all_at_once.wait(SECONDS / 2)
-        return Compute()
+    def once(made: Any) -> Any:
+        all_at_once.wait()
+        return made
 
-    def cost(sync: Sync, *_: Any) -> Outcome:
-        all_at_once.wait(SECONDS / 2)
-        return outcome(repr(sync), 1.0)
-
-    monkeypatch.setattr(examination, "measure_backward", measured)
-    monkeypatch.setattr(examination, "cost", cost)
-
-    def costs(_: int) -> list[Outcome]:
-        found: list[list[Outcome]] = []
-
-        def run() -> Iterator[Any]:
-            found.append((yield from examination.predicted(Link(1e3), "digits", "cpu"))[0])
-
-        list(run())
-        return found[0]
-
-    texts = [MEAN, *SIXTEEN_BITS, *examination.COMPRESSED]
-    assert [[each.pipeline for each in mine] for mine in run_threads(2, costs, seconds=SECONDS)] == [texts] * 2
+    monkeypatch.setattr(examination, "measure_backward", lambda *_: once(Compute()))
+    monkeypatch.setattr(examination, "cost", lambda sync, *_: once(outcome(repr(sync), 1.0)))
+    run_threads(2, lambda _: [*examination.predicted(Link(1e3), "digits", "cpu")], seconds=SECONDS)
 
 
 def test_problems_are_reported() -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +38,12 @@ ORDER = [
 
 
 def files() -> list[Path]:
-    return sorted(path for path in ROOT.rglob("*.py"))
+    return sorted(ROOT.rglob("*.py"))
+
+
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(file.read_text()))]
 
 
 def place(file: Path) -> int:
@@ -49,14 +55,13 @@ def place(file: Path) -> int:
 
 def imported(file: Path) -> set[Path]:
     found: set[Path] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fnddp":
             assert node.level == 0, f"{file}: imports are absolute"
             base = ROOT.joinpath(*node.module.split(".")[1:])
             for name in node.names:
                 candidates = [base / f"{name.name}.py", base / name.name / "__init__.py", base.with_suffix(".py")]
-                candidates.append(base / "__init__.py")
-                found.add(next(path for path in candidates if path.exists()))
+                found.add(next(path for path in (*candidates, base / "__init__.py") if path.exists()))
     return found
 
 
@@ -83,29 +88,23 @@ def test_there_is_no_circle():
 
 def test_private_names_of_torch_are_in_one_file():
     """What a new release of torch may break. (ranks.py is torch's own threaded ranks for tests.)"""
-    allowed = {"torch_private.py", "ranks.py"}
-    for file in files():
-        for node in ast.walk(ast.parse(file.read_text())):
-            if (
-                isinstance(node, ast.ImportFrom)
-                and (node.module or "").startswith("torch")
-                and file.name not in allowed
-            ):
+    for file in [file for file in files() if file.name not in ("torch_private.py", "ranks.py")]:
+        for node in nodes(file):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
                 parts = [*(node.module or "").split("."), *(name.name for name in node.names)]
                 assert not [part for part in parts if part.startswith("_") and part != "__future__"], f"{file}: {parts}"
 
 
 def test_a_class_has_a_name_of_its_own():
     """One meaning each, private ones, too; torchft has torch's name for its class, as we have."""
-    trees = [ast.parse(file.read_text()) for file in files()]
-    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    names = Counter(node.name for file in files() for node in nodes(file) if isinstance(node, ast.ClassDef))
     assert [name for name, n in names.items() if n > 1 and name != "DistributedDataParallel"] == []
 
 
 def test_one_file_ends_the_steps_of_backwards():
     """Apart from `value_and_grad`, which begins and ends its step in one call."""
     for file in [file for folder in ("adapters", "integrations", "outer") for file in (ROOT / folder).rglob("*.py")]:
-        calls = [node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        calls = [node.func for node in nodes(file) if isinstance(node, ast.Call)]
         verbs = {call.attr for call in calls if isinstance(call, ast.Attribute)} & {"agree", "give_up", "finish"}
         assert not verbs or file.name in ("backward.py", "functional.py"), f"{file}: {verbs}"
 
@@ -161,10 +160,6 @@ assert isinstance(fnddp.outer.parse("local_sgd(every=2)"), outer.local_sgd)
 """
 
 
-def test_outer_steps_and_integrations_are_imported_when_asked_for():
-    subprocess.run([sys.executable, "-c", ASKED_FOR], check=True, cwd=ROOT.parent)
-
-
 # Its function is pickled by value, since it is in __main__, and with it the module that its globals name. The first
 # import is of a part, from which texts of the whole are read.
 PICKLED = """
@@ -180,9 +175,11 @@ assert repr(unpickled("fp16(allreduce)")) == "fp16(allreduce)"
 """
 
 
-def test_the_package_is_pickled_by_those_who_send_functions():
-    pytest.importorskip("cloudpickle")
-    subprocess.run([sys.executable, "-c", PICKLED], check=True, cwd=ROOT.parent)
+@pytest.mark.parametrize("script", [ASKED_FOR, PICKLED], ids=["imported when asked for", "pickled with functions"])
+def test_outer_steps_and_integrations_are(script: str):
+    if script is PICKLED:
+        pytest.importorskip("cloudpickle")
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT.parent)
 
 
 def test_no_name_hides_a_module():

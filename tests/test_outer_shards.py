@@ -165,7 +165,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("how", OTHERS)
-@pytest.mark.parametrize("whose", in_rings(["all", "one"], {"one"}))
+@pytest.mark.parametrize("whose", one_of(2, ["one", "all"]))
 @on_ranks(4)
 def test_a_group_that_is_not_that_of_the_workers_is_an_error_on_all_ranks(rank: int, how: str, whose: str):
     mesh, (make, says) = workers(), OTHERS[how]

@@ -1,4 +1,4 @@
-"""What plans look like: as text; and figures on dark pages."""
+"""What plans look like: as text, whose whole is in docs/plan.md; and figures on dark pages."""
 
 import re
 from dataclasses import replace
@@ -15,45 +15,13 @@ from fnddp.tree import Tree
 SYNC = error_feedback(powersgd(fp16(allreduce), rank=2))
 PARAMS = {"weight": torch.empty(96, 64, device="meta"), "bias": torch.empty(96, device="meta")}
 
-# Numbers of operations depend on torch's decompositions and on our passes: they are n here.
-GOLDEN = """\
-error_feedback(powersgd(fp16(allreduce), rank=2))
-2 leaves, 6,240 parameters, 24.4 KiB, 2 buckets; 2 ranks
-
-slot 0
-  need bias: encode, n operations
-    send c0: all_reduce sum float16[96] over 2 ranks, 192 B, round 1 of 2: bias
-
-slot 1
-  need weight: encode, n operations
-    send c1: all_reduce sum float16[192] over 2 ranks, 384 B, round 1 of 2: weight
-
-slot 2
-  wait c1: decode, encode, n operations
-    send c2: all_reduce sum float16[128] over 2 ranks, 256 B, round 2 of 2: weight
-
-slot 3
-  wait c0, c2: decode, n operations
-
-on the wire: 832 B per rank; on its link: 832 B, 30.0x fewer than a plain mean of float32
-2 rounds, 3 collectives; peak extra memory 2.0 MiB"""
-
-HOSTILE = {'<b>&"bold"</b>': torch.empty(96, 96), "line\nfeed": torch.empty(7), "": torch.empty(3)}
-
 
 def plan_of(sync: Sync = SYNC, params: Tree = PARAMS, world_size: Any = 2) -> Plan:
     return lower(sync, params, world_size=world_size, first_bucket_mb=1e-4, bucket_cap_mb=0.05)
 
 
-def two_groups() -> Plan:
-    sync = parse("partition({'*weight': fp16(all_reduce(group='<inner & outer>')), '*': allreduce})")
-    return plan_of(sync, PARAMS, {None: 2, "<inner & outer>": 2})
-
-
-def test_text():
-    plan = replace(plan_of(), peak_bytes=2**21)
-    assert re.sub(r"\d+ operations?\b", "n operations", str(plan)) == GOLDEN
-    assert plan.show() == f"{plan}"
+def test_peak_memory_is_shown():
+    assert str(replace(plan_of(), peak_bytes=2**21)).endswith("; peak extra memory 2.0 MiB")
 
 
 def test_code_lists_every_step_and_operation():
@@ -76,10 +44,11 @@ def test_names():
     assert re.search(r"need p98, p97, \.\.\. 99 gradients: encode", shown)
     assert re.search(r"over 2 ranks, 792 B, round 1 of 1: p\d+, p\d+, \.\.\. 99 payloads", shown)
     assert max(map(len, shown.splitlines())) < 120
-    grouped = two_groups().show()
-    assert "2 ranks in group <inner & outer>" in grouped
+    of_groups = parse("partition({'*weight': fp16(all_reduce('inner')), '*': allreduce})")
+    grouped = plan_of(of_groups, PARAMS, {None: 2, "inner": 2}).show()
+    assert "2 ranks in group inner" in grouped
     assert re.search(r"c\d: all_reduce sum float32\[96\] over 2 ranks, 384 B", grouped)
-    hostile = plan_of(params=HOSTILE).show()
+    hostile = plan_of(params={"line\nfeed": torch.empty(7), "": torch.empty(3)}).show()
     assert r"'line\nfeed'" in hostile
     assert "line\nfeed" not in hostile
     assert "no collectives\n" in plan_of(world_size=None).show()
@@ -90,13 +59,12 @@ def test_repr_is_a_line():
     assert repr(plan_of()) == want
 
 
-def drawn() -> Figure:
-    figure = Figure()
-    figure.subplots().plot([1, 2], [3, 4], color="black")
-    return figure
-
-
 def test_a_figure_is_the_same_in_every_run_and_dark_on_dark_pages(tmp_path: Path) -> None:
+    def drawn() -> Figure:
+        figure = Figure()
+        figure.subplots().plot([1, 2], [3, 4], color="black")
+        return figure
+
     first, second = tmp_path / "first.svg", tmp_path / "second.svg"
     for file in (first, second):
         save(drawn, file)

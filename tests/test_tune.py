@@ -13,24 +13,13 @@ from torch import nn
 import fnddp
 from fnddp import Compute, Link, parse
 from fnddp.cli import main, models, picture, tune_report
-from fnddp.cli.models import to_tune as asked
 from fnddp.cost.estimate import MeanStepCost, Span, StepCost
 from fnddp.run import choose as choosing
 from fnddp.run.hops import several
 from fnddp.simulation import tune as simulated
 from fnddp.simulation.ranks import run_threads
-from fnddp.simulation.tune import (
-    CANDIDATES,
-    MEAN,
-    SIXTEEN_BITS,
-    Gap,
-    Outcome,
-    Problem,
-    Tuned,
-    final_loss,
-    trained,
-    tune,
-)
+from fnddp.simulation.tune import MEAN, SIXTEEN_BITS, Gap, Outcome, Tuned, final_loss, tune
+from tests import workloads
 from tests.hosts import complaints
 from tests.workloads import SMALL
 
@@ -48,7 +37,9 @@ EXACT, HALF = outcome(MEAN, 1.0, 2.0, 2.1, 1.9), outcome("bf16(allreduce)", 0.6,
 ROUGH, LATE = replace(HALF, losses=(3.0, 3.1, 2.9)), outcome("fp16(allreduce)", 1.01, 2.0, 2.1, 1.9)
 GOOD, BAD = outcome("good", 0.3, 2.002, 2.103, 1.901), outcome("bad", 0.1, 2.1, 2.2, 2.01)
 UNCLEAR = outcome("unclear", 0.2, 2.012, 2.1, 1.9)
+HARDLY = replace(HALF, pipeline="hardly faster", step=outcome("", 0.55).step)
 DIVERGED = outcome("diverged", 0.1, float("nan"), 2.0, 1.9)
+SETTING = {"model": "model", "data": "data", "link": "1gbit", "ranks": 2, "steps": 6, "seeds": 2}
 
 
 @pytest.mark.parametrize(
@@ -56,10 +47,7 @@ DIVERGED = outcome("diverged", 0.1, float("nan"), 2.0, 1.9)
     [
         ([HALF, GOOD, BAD], "good: 3.33x as fast as the plain mean, 2.00x as bf16(allreduce)"),
         ([HALF, DIVERGED], "Nothing beats a 16-bit wire: bf16(allreduce): 1.67x as fast as the plain mean"),
-        (
-            [HALF, replace(HALF, pipeline="hardly faster", step=outcome("", 0.55).step)],
-            "Nothing beats a 16-bit wire: bf16(allreduce): 1.67x as fast as the plain mean",
-        ),
+        ([HALF, HARDLY], "Nothing beats a 16-bit wire: bf16(allreduce): 1.67x as fast as the plain mean"),
         ([ROUGH], "Nothing beats the plain mean: allreduce"),
         ([ROUGH, GOOD], "good: 3.33x as fast as the plain mean"),
         ([LATE], "Nothing beats the plain mean: allreduce"),
@@ -123,28 +111,22 @@ def test_a_front_and_how_much_worse_is_good_enough() -> None:
 
 @pytest.mark.parametrize("within", [0.0, 0.01])
 def test_nothing_wins_where_the_plain_mean_diverged(within: float, tmp_path: Path) -> None:
-    setting = {"model": "model", "data": "data", "link": "1gbit", "ranks": 2, "steps": 6, "seeds": 2}
     for others in (HALF, replace(HALF, losses=(float("nan"),) * 3)):
         found = tuned(replace(EXACT, losses=(float("nan"), 2.0, 2.0)), others, within=within)
         assert (found.good, found.winner) == ((), None)
         assert found.verdict == "Undecided: training with the plain mean diverged; lower --rate"
-        plot = partial(tune_report.plot, found, setting)
-        picture.write(tmp_path, tune_report.PLOT, plot, tune_report.as_json(found, setting))
+        plot = partial(tune_report.plot, found, SETTING)
+        picture.write(tmp_path, tune_report.PLOT, plot, tune_report.as_json(found, SETTING))
         assert json.loads((tmp_path / "results.json").read_text())["winner"] is None
 
 
-def test_one_rank_sends_nothing_and_has_a_plot(tmp_path: Path) -> None:
-    setting = {"model": "model", "data": "data", "link": "1gbit", "ranks": 1, "steps": 6, "seeds": 2}
-    figure = tune_report.plot(tuned(replace(EXACT, link_bytes=0), replace(HALF, link_bytes=0)), setting)
-    assert [axes.get_xscale() for axes in figure.axes] == ["log", "linear"]
-    figure.savefig(tmp_path / "one.svg")
-
-
-def test_losses_below_zero_are_plotted(tmp_path: Path) -> None:
-    setting = {"model": "model", "data": "data", "link": "1gbit", "ranks": 2, "steps": 6, "seeds": 2}
-    figure = tune_report.plot(tuned(replace(EXACT, losses=(-1.0, 0.5, -2.0)), HALF), setting)
-    figure.savefig(tmp_path / "below.svg")
-    assert [axes.get_yscale() for axes in figure.axes] == ["linear", "linear"]
+def test_no_bytes_of_one_rank_and_losses_below_zero_are_plotted(tmp_path: Path) -> None:
+    one = tune_report.plot(tuned(replace(EXACT, link_bytes=0), replace(HALF, link_bytes=0)), {**SETTING, "ranks": 1})
+    assert [axes.get_xscale() for axes in one.axes] == ["log", "linear"]
+    below = tune_report.plot(tuned(replace(EXACT, losses=(-1.0, 0.5, -2.0)), HALF), SETTING)
+    assert [axes.get_yscale() for axes in below.axes] == ["linear", "linear"]
+    for figure in (one, below):
+        picture.save(lambda figure=figure: figure, tmp_path / "plot.svg")
 
 
 def test_losses_that_differ_by_roundings_are_equal() -> None:
@@ -155,37 +137,25 @@ def test_losses_that_differ_by_roundings_are_equal() -> None:
     assert outcome("x", 1.0, float("nan")).loss == outcome("x", 1.0, float("inf"), 1.0).spread == float("inf")
 
 
-def line_problem() -> Problem:
-
-    def batch(rank: int, n: int, generator: torch.Generator):
-        x = torch.randn(4, 3, generator=generator)
-        return x, x @ torch.tensor([[1.0], [-2.0], [3.0]])
-
-    return Problem(
-        partial(nn.Linear, 3, 1),
-        lambda forward, batch: (forward(batch[0]) - batch[1]).square().mean(),
-        batch,
-        partial(torch.optim.SGD, lr=0.1),
-    )
+PROBLEM = replace(workloads.own_problem(), optimizer=partial(torch.optim.SGD, lr=0.1))
 
 
-@pytest.mark.parametrize("text", ["allreduce", "error_feedback(sign(allgather))"])
-def test_the_simulated_loss_is_that_of_real_ranks(text: str) -> None:
-    problem, n, steps = line_problem(), 3, 6
-    model = problem.make(5)  # here: ranks that are threads share torch's generator
+def test_the_simulated_loss_is_that_of_real_ranks() -> None:
+    n, steps, sync = 3, 6, parse("error_feedback(sign(allgather))")
+    model = PROBLEM.make(5)  # here: ranks that are threads share torch's generator
 
     def train(rank: int) -> list[float]:
-        params = trained(model)
-        step = fnddp.value_and_grad(problem.loss_of(model), parse(text))
-        state, losses = parse(text).init(params), []
-        for batch in problem.batches(n, 5, steps):
+        params = simulated.trained(model)
+        step = fnddp.value_and_grad(PROBLEM.loss_of(model), sync)
+        state, losses = sync.init(params), []
+        for batch in PROBLEM.batches(n, 5, steps):
             loss, grads, state = step(params, state, *(part[rank] for part in batch))
             params = {name: param - 0.1 * grads[name] for name, param in params.items()}
             losses.append(loss.item())
         return losses
 
     last = [losses[-1] for losses in run_threads(n, train)]
-    assert final_loss(problem, parse(text), n, 5, steps) == pytest.approx(sum(last) / n, rel=1e-4)
+    assert final_loss(PROBLEM, sync, n, 5, steps) == pytest.approx(sum(last) / n, rel=1e-4)
 
 
 def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +163,7 @@ def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) 
     seen: list[tuple[str, int, int]] = []
     known: list[tuple[Tuned, int]] = []
     found = tune(
-        line_problem(),
+        PROBLEM,
         ["sign(allgather)", "sign( allgather )", "fp16(allreduce)"],
         link=Link.parse("1kbit"),
         ranks=4,
@@ -213,7 +183,7 @@ def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) 
     assert [each.seconds for each in found.outcomes] == sorted(each.seconds for each in found.outcomes)
     by_name = {each.pipeline: each for each in found.outcomes}
     plain, gathered = by_name[MEAN], by_name["sign(allgather)"]
-    assert (plain.wire_bytes, plain.link_bytes) == (16, 24)  # 4 numbers; 2 * 3/4 of them on the link
+    assert (plain.wire_bytes, plain.link_bytes) == (84, 126)  # 21 numbers; 2 * 3/4 of them on the link
     assert gathered.link_bytes == 3 * gathered.wire_bytes
     assert all(len(each.losses) == 2 for each in found.outcomes)
     assert plain.losses[0] != plain.losses[1]
@@ -228,43 +198,27 @@ def test_tune_trains_and_costs_everything_once(monkeypatch: pytest.MonkeyPatch) 
         ({"steps": 0}, "tune: steps and ranks must be at least 1, got 0 and 2"),
         ({"within": -0.1}, "within must be 0 or a positive number"),
         ({"pipelines": ["none"]}, "tune: none exchanges nothing"),
-        (
-            {"pipelines": ["warmup(fp16(allreduce), steps=2)"], "steps": 2},
-            "warms up for 2 steps, so a training",
-        ),
+        ({"pipelines": ["warmup(fp16(allreduce), steps=2)"]}, "warms up for 2 steps, so a training"),
         ({"pipelines": ["all_reduce('node')"]}, "tune: .* reduces over process group 'node', but tune's virtual ranks"),
     ],
 )
 def test_wrong_calls(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tune(line_problem(), **{"pipelines": [], "link": Link.parse("1gbit"), "ranks": 2, "steps": 2, **options})
+        tune(PROBLEM, **{"pipelines": [], "link": Link.parse("1gbit"), "ranks": 2, "steps": 2, **options})
 
 
 def test_a_model_is_judged_in_eval_mode() -> None:
-    judged: list[torch.Tensor] = []
+    def is_equal(forward: Any) -> float:
+        return float(forward(torch.ones(64, 20)).unique().numel() == 1)  # dropout would have made zeros
 
-    def quality(forward: Any) -> float:
-        judged.append(forward(torch.ones(64, 3)))
-        return judged[-1].mean().item()
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.5))
-
-    final_loss(replace(line_problem(), build=build, quality=quality), parse("allreduce"), 2, 0, 1)
-    assert judged[0].unique().numel() == 1  # dropout would have made zeros
+    dropping = replace(PROBLEM, build=lambda: nn.Sequential(nn.Linear(20, 1), nn.Dropout(0.5)), quality=is_equal)
+    assert final_loss(dropping, parse("allreduce"), 2, 0, 1) == 1
 
 
 def test_behind_a_momentum_that_all_share_the_optimizer_has_none() -> None:
-    sgd = replace(line_problem(), optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.5))
+    sgd = replace(PROBLEM, optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.5))
     losses = [final_loss(sgd, parse(text), 2, 0, 6) for text in (MEAN, f"shared_momentum({MEAN}, beta=0.5)")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-def test_candidates_are_pipelines() -> None:
-    parameters = models.parameters("transformer")
-    for text in (MEAN, *SIXTEEN_BITS, *CANDIDATES):
-        parse(text).init(parameters)
-    assert [repr(parse(text)) for text in (MEAN, *SIXTEEN_BITS)] == [MEAN, *SIXTEEN_BITS]  # outcomes go by these
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,12 +227,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main.main(arguments) == 0
     said, errors = capsys.readouterr()
     assert complaints(errors) == []
-    for expected in (
-        f"{SMALL} on its own batches, 2 virtual ranks, 2 steps, 2 seeds; link 1mbit:1ms",
-        "above",
-        'sync="auto" takes',
-        "by one rank alone, on one core",
-    ):
+    setting = f"{SMALL} on its own batches, 2 virtual ranks, 2 steps, 2 seeds; link 1mbit:1ms"
+    for expected in (setting, "above", 'sync="auto" takes', "by one rank alone, on one core"):
         assert expected in said
     assert (tmp_path / "out" / "pareto.svg").stat().st_size > 10_000
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -289,14 +239,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"since {SMALL} returns one" in " ".join(said.split())
 
 
-@pytest.mark.parametrize(("model", "is_one"), [(SMALL, True), ("transformer", False), ("digits", False)])
-def test_a_model_that_returns_inputs_has_one_batch(model: str, is_one: bool) -> None:
-    assert models.has_one_batch(models.to_tune(model, None, batch=2, ranks=2, steps=1, rate=None)) == is_one
-
-
-def test_a_command_that_is_interrupted_keeps_the_seeds_that_are_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_is_interrupted_keeps_the_seeds_that_are_done(tmp_path, monkeypatch) -> None:
     train = simulated.final_loss
 
     def interrupted(problem: Any, sync: Any, n: int, seed: int, *more: Any) -> float:
@@ -311,19 +254,21 @@ def test_a_command_that_is_interrupted_keeps_the_seeds_that_are_done(
     assert all(len(each["losses"]) == 1 for each in results["pipelines"])
 
 
-def test_problems_have_a_row_for_each_rank() -> None:
-    for model, data in (("digits", None), (SMALL, "own"), ("transformer", "text"), ("transformer", None)):
-        problem = asked(model, data, batch=2, ranks=3, steps=3, rate=None)
-        batches = list(problem.batches(3, 0, 2))
-        assert len(batches) == 2
-        assert all(part.shape[0] == 3 for batch in batches for part in batch)
-        again = list(problem.batches(3, 0, 2))
-        assert all(torch.equal(a, b) for a, b in zip(batches[1], again[1], strict=True))
+@pytest.mark.parametrize(
+    ("model", "data"), [("digits", None), (SMALL, "own"), ("transformer", "text"), ("transformer", None)]
+)
+def test_problems_have_a_row_for_each_rank(model: str, data: str | None) -> None:
+    problem = models.to_tune(model, data, batch=2, ranks=3, steps=3, rate=None)
+    batches, again = ([*problem.batches(3, 0, 2)] for _ in range(2))
+    assert len(batches) == 2
+    assert all(part.shape[0] == 3 for batch in batches for part in batch)
+    assert all(map(torch.equal, batches[1], again[1]))
+    assert models.has_one_batch(problem) == (model == SMALL)
 
 
 def test_learning_rates_fall() -> None:
     weight, rates = torch.zeros(1), list[float]()
-    (optimizer,) = several(asked("digits", None, batch=2, ranks=2, steps=4, rate=0.5).optimizer([weight]))
+    (optimizer,) = several(models.to_tune("digits", None, batch=2, ranks=2, steps=4, rate=0.5).optimizer([weight]))
     weight.grad = torch.ones(1)
     for _ in range(5):
         rates.append(optimizer.param_groups[0]["lr"])
