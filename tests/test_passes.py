@@ -188,23 +188,6 @@ def test_small_leaves_that_run_together_are_not_mixed_up(rank: int, name) -> Non
         assert any(operation.count > 1 for segment in plan.segments for operation in segment.operations)
 
 
-IN_MESSAGES: dict[str, dict[str, tuple[int, ...]]] = {
-    "rotate(allreduce, block=4)": {"bias": (5,), "a": (5, 3), "b": (13, 3), "c": (11, 5)},
-    "powersgd(rotate(allreduce, block=4), 3, True, 0)": {"bias": (5,), "a": (5, 3), "b": (13, 3), "c": (11, 5)},
-    "powersgd(squared(allreduce), refresh=3)": {"a": (8, 6), "b": (5,), "c": (5, 8)},
-}
-
-
-@pytest.mark.parametrize("text", IN_MESSAGES)
-@on_ranks(2, threads=True)
-def test_products_of_received_leaves_have_their_bits_wherever_they_lie_in_a_message(rank: int, text: str) -> None:
-    """A BLAS library may round in another way if an operand doesn't start at a multiple of 16 bytes."""
-    generator = torch.Generator().manual_seed(rank)
-    shapes = IN_MESSAGES[text].items()
-    steps = [{path: torch.randn(shape, generator=generator) for path, shape in shapes} for _ in range(3)]
-    assert plan_of_steps(fnddp.parse(text), steps.__getitem__) is not None
-
-
 def test_products_of_small_integers_keep_their_numbers_where_devices_convert_them(monkeypatch):
     monkeypatch.setattr(Device, "converts_in_place", True)
     sync = Applied(before=lambda x: (y := (x * 30).to(torch.int8).to(torch.float32)) * y + y * x)
