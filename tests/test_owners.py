@@ -5,7 +5,9 @@ References are torch's optimizers on every rank with the exact mean, and torch's
 
 import copy
 import pickle
+import random
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +28,9 @@ from fnddp.integrations.checkpoint import async_save, load, save
 from fnddp.integrations.fsdp import own_matrices
 from fnddp.laws import bits, gather
 from fnddp.reducers.halves import with_halves
-from tests.models import alike, assert_equal_on_ranks, stacks
+from tests.models import Parts, alike, assert_equal_on_ranks, stacks
 from tests.ranks import on_ranks
+from tests.rings import one_of
 from tests.sharded import meshes
 from tests.ways import local
 
@@ -78,6 +81,14 @@ class Owned:
         self.net.layers[0].requires_grad_(trains_all)
         self.optimizers = optimizers(self.net)
         self.model: Any = None if hops is None else fnddp.own(self.net, self.optimizers, **hops, **options)
+        self.more = nn.Parameter(torch.ones(3))  # which every rank has, and no optimizer
+
+    @property
+    def graded(self) -> list[nn.Parameter]:
+        return [p for p in (*self.net.parameters(), self.more) if p.grad is not None]
+
+    def backward(self, rank: int, step: int, uses_other: bool = False) -> None:
+        loss_of(self.model(batch(rank, step), uses_other)).backward()
 
     def update(self) -> None:
         for each in self.optimizers:
@@ -85,7 +96,7 @@ class Owned:
             each.zero_grad()
 
     def step(self, rank: int, step: int, uses_other: bool = False) -> None:
-        loss_of(self.model(batch(rank, step), uses_other)).backward()
+        self.backward(rank, step, uses_other)
         self.update()
 
 
@@ -312,52 +323,125 @@ def test_sparse_gradients_go_to_optimizers_that_need_them(rank: int):
     require_equal(model, reference)
 
 
-@on_ranks(2, 3)
-def test_the_models_gradients_stand_for_those_of_owners(rank: int):
-    """Norms, clipping, scaling and clearing reach them, as if every rank had the mean; all else is a named error."""
-    owned, every = Owned(EXACT), Everywhere()
+def require_same_gradients(rank: int, owned: Owned, every: Owned) -> None:
+    for name, p in every.net.named_parameters():
+        mine: Any = owned.net.get_parameter(name).grad
+        assert (mine is None) == (p.grad is None), name
+        if p.grad is not None:
+            for order in (2.0, 1.0, torch.inf):
+                torch.testing.assert_close(mine.norm(order), p.grad.norm(order))
+            own = owned.model.owners.own(name, p.grad, rank)
+            assert mine.part is None or torch.allclose(mine.part, own, rtol=1e-5, atol=1e-7), name
+    totals = [torch.nn.utils.get_total_norm([p.grad for p in each.graded], foreach=True) for each in (owned, every)]
+    torch.testing.assert_close(*totals)
+    torch.testing.assert_close(owned.more.grad, every.more.grad)
 
-    def require_same_gradients() -> None:
-        for name, p in every.net.named_parameters():
-            mine = owned.net.get_parameter(name).grad
-            assert (mine is None) == (p.grad is None), name
-            if mine is not None and p.grad is not None:
-                for order in (2.0, 1.0, torch.inf):
-                    torch.testing.assert_close(mine.norm(order), p.grad.norm(order))
-                own = mine.part
-                whole = owned.model.owners.own(name, p.grad, rank)
-                assert own is None or torch.allclose(own, whole, rtol=1e-6), name
+
+CHANGES: list[Callable[[Owned], Any]] = [
+    lambda each: each.net.zero_grad(set_to_none=False),
+    lambda each: each.optimizers[0].zero_grad(set_to_none=False),
+    lambda each: [p.grad.mul_(0.5) for p in each.graded],
+    lambda each: torch._amp_foreach_non_finite_check_and_unscale_(  # as GradScaler does
+        [p.grad for p in each.graded], torch.zeros(1), torch.full((1,), 0.5)
+    ),
+]
+ADDITIONS: list[Callable[[Owned], Any]] = [lambda each: [p.grad.add_(0.1 * p.detach()) for p in each.graded]]
+CLIPS: list[Callable[[Owned], Any]] = [  # which read all of a gradient; the last one to rounding
+    lambda each: torch._foreach_zero_([p.grad for p in each.graded]),
+    lambda each: torch.nn.utils.clip_grad_value_(each.graded, 1e-3),
+    lambda each: torch.nn.utils.clip_grad_value_(each.graded, 1e-3, foreach=True),
+    lambda each: torch.nn.utils.clip_grad_norm_(each.graded, 0.1, torch.inf, foreach=True),
+    lambda each: torch.nn.utils.clip_grad_norm_(each.graded, 0.1),
+]
+
+
+def fail_in_backward(rank: int, owned: Owned, step: int, who: int) -> None:
+    output, is_mine = owned.model(batch(rank, step)), rank == who
+    handle = owned.net.layers[0].weight.register_hook(lambda grad: 1 / 0 if is_mine else grad)
+    with pytest.raises(ZeroDivisionError if is_mine else StepFailedError):
+        loss_of(output).backward()
+    handle.remove()
+    owned.model._steps.settle()
+
+
+@pytest.mark.parametrize("seed", one_of(2, range(4)))
+@on_ranks(2, pytest.param(3, marks=pytest.mark.thorough))
+def test_the_models_gradients_stand_for_those_of_owners(rank: int, seed: int):
+    """Norms, clipping, scaling and clearing in any order reach them, as if every rank had the mean.
+
+    Also in lists with gradients that every rank has, with what is added and not synchronized yet, and after a backward
+    that fails.
+    """
+    draws, is_exact = random.Random(seed), seed < 2
+    owned, every = Owned(EXACT, cut=seed in (0, 3)), Everywhere()
+    both = owned, every
 
     def backward(step: int) -> None:
-        for each in (owned, every):
-            loss_of(each.model(batch(rank, step), step == 0)).backward()  # later ones leave a part out
+        uses_other = draws.random() < 0.5
+        for each in both:
+            each.backward(rank, step, uses_other)
 
-    for clear in (lambda net: net.zero_grad(), lambda net: net.zero_grad(set_to_none=False)):
-        backward(0)
-        require_same_gradients()
-        for each in (owned, every):
-            torch.nn.utils.clip_grad_value_(each.net.parameters(), 1e-3)
-        require_same_gradients()
-        backward(1)  # adds up
-        require_same_gradients()
-        for each in (owned, every):
-            clear(each.net)
-        backward(2)
-        require_same_gradients()
-        for each in (owned, every):
-            each.update()
-    require_equal(owned.net, every.net)
+    def change(kinds: list[Callable[[Owned], Any]]) -> None:
+        owned.net.layers[4].bias.grad.norm()  # gathered with those of all leaves, which a change makes stale
+        kind = draws.choice(kinds)
+        for each in both:
+            kind(each)
 
-    backward(3)
-    assert owned.net.layers[0].weight.grad is not None
-    with pytest.raises(RuntimeError, match=r"aten.add.Tensor cannot use that of 'layers.0.weight'.*p.grad.part"):
-        owned.net.layers[0].weight.grad + 1
+    for step in range(0, 40, 4):
+        for each in both:
+            each.more.grad = torch.ones(3)
+        backward(step)
+        require_same_gradients(rank, *both)
+        for _ in range(draws.randrange(3)):
+            change([*CHANGES, *CLIPS[: -1 if is_exact else None]])
+            require_same_gradients(rank, *both)
+        if not is_exact and draws.random() < 0.5:
+            with owned.model.no_sync(), every.model.no_sync():
+                backward(step + 1)
+            for _ in range(draws.randrange(3)):
+                change([*CHANGES, *ADDITIONS])
+            backward(step + 2)
+            require_same_gradients(rank, *both)
+        if draws.random() < 0.5:
+            fail_in_backward(rank, owned, step + 3, draws.randrange(2))
+            require_same_gradients(rank, *both)
+        if is_exact or draws.random() < 0.7:  # sums of means are those of DDP to rounding
+            for each in both:
+                each.update()
+            if is_exact:
+                require_equal(owned.net, every.net)
+            for name, p in owned.net.named_parameters():  # Muon computes in bfloat16
+                torch.testing.assert_close(p, every.net.get_parameter(name), rtol=0, atol=1e-3, msg=name)
+            owned.net.load_state_dict(every.net.state_dict())
+
+
+@on_ranks(2)
+def test_what_the_models_gradients_cannot_do_is_named(rank: int):
+    owned = Owned(EXACT)
+    owned.backward(rank, 0, True)
+    weight = owned.net.layers[0].weight
+    assert weight.grad is not None
+    wrong: list[tuple[str, Callable[[Any], Any]]] = [
+        ("add", lambda grad: grad + 1),
+        ("add_", lambda grad: grad.add_(weight.detach(), alpha=0.1)),
+        ("add_", lambda grad: grad.add_(0.1)),
+        ("add_", lambda grad: grad.add_(torch.ones(()))),
+    ]
+    for op, use in wrong:
+        with pytest.raises(RuntimeError, match=rf"aten.{op}.Tensor cannot use that of 'layers.0.weight'.*p.grad.part"):
+            use(weight.grad)
+    with pytest.raises(RuntimeError, match=r"_foreach_add_.*cannot use that of 'embed.weight'"):
+        torch._foreach_add_([p.grad for p in owned.net.parameters() if p.grad is not None], 1.0)
     with mock.patch.object(owned.model, "_gather_norms", wraps=owned.model._gather_norms) as gathering:
         theirs = [p for each in owned.optimizers for group in each.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(theirs, 1e-3)  # still there
     assert gathering.call_count == 1  # for all leaves
     assert norm > 0
     torch.testing.assert_close(owned.model.clip_grad_norm_(1.0), torch.tensor(1e-3))
+    with owned.model.no_sync():
+        owned.backward(rank, 21, True)
+    with pytest.raises(RuntimeError, match=r"clamp_.* reads the gradient of 'layers.0.weight'.*no_sync"):
+        weight.grad.clamp_(-1e-3, 1e-3)
     owned.net.zero_grad()
     before = weights(owned.net)
     owned.update()
@@ -396,70 +480,6 @@ def test_the_models_gradients_where_other_parts_meet_them(rank: int):
             for name, p in owned.net.named_parameters():
                 torch.testing.assert_close(p, every.net.get_parameter(name), msg=f"{name}, step {step}")
     assert scaler.get_scale() == 4.0
-
-
-def norms(*models: Any) -> list[Tensor]:
-    """Return the norm of each leaf's gradient, for each model."""
-    return [torch.stack([p.grad.norm() for p in each.net.parameters()]) for each in models]
-
-
-@on_ranks(2)
-def test_a_backward_that_fails_leaves_the_gradients_of_those_before_it(rank: int):
-    owned, every = Owned(EXACT), Everywhere()
-    for each in (owned, every):
-        loss_of(each.model(batch(rank, 0), True)).backward()
-    output = owned.model(batch(rank, 3))
-    if rank == 1:
-        handle = owned.net.layers[0].weight.register_hook(lambda grad: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss_of(output).backward()
-        handle.remove()
-        owned.model._steps.settle()
-    else:
-        with pytest.raises(StepFailedError):
-            loss_of(output).backward()
-    torch.testing.assert_close(*norms(owned, every))
-    for each in (owned, every):
-        each.update()
-    require_equal(owned.net, every.net)
-
-
-@on_ranks(2)
-def test_gradients_are_changed_with_what_is_added_and_not_synchronized_yet(rank: int) -> None:
-    owned, every = Owned(EXACT), Everywhere()
-    changes = (
-        lambda each: None,
-        lambda each: each.net.zero_grad(set_to_none=False),
-        lambda each: each.optimizers[0].zero_grad(set_to_none=False),
-        lambda each: [p.grad.mul_(0.5) for p in each.net.parameters()],
-        lambda each: [p.grad.add_(0.1 * p.detach()) for p in each.net.parameters()],
-    )
-    for step, change in enumerate(changes):
-        for each in (owned, every):
-            loss_of(each.model(batch(rank, 3 * step), True)).backward()
-            with each.model.no_sync():
-                loss_of(each.model(batch(rank, 3 * step + 1), True)).backward()
-            change(each)
-            loss_of(each.model(batch(rank, 3 * step + 2), True)).backward()
-        torch.testing.assert_close(*norms(owned, every))
-        for each in (owned, every):
-            each.update()
-
-    loss_of(owned.model(batch(rank, 20), True)).backward()
-    weight = owned.net.layers[0].weight
-    assert weight.grad is not None
-    for wrong in (
-        lambda grad: grad.add_(weight.detach(), alpha=0.1),
-        lambda grad: grad.add_(0.1),
-        lambda grad: grad.add_(torch.ones(())),
-    ):
-        with pytest.raises(RuntimeError, match=r"aten.add_.Tensor cannot use that of 'layers.0.weight'.*p.grad.part"):
-            wrong(weight.grad)
-    with owned.model.no_sync():
-        loss_of(owned.model(batch(rank, 21), True)).backward()
-    with pytest.raises(RuntimeError, match=r"clamp_.* reads the gradient of 'layers.0.weight'.*no_sync"):
-        weight.grad.clamp_(-1e-3, 1e-3)
-    owned.net.zero_grad()
 
 
 @on_ranks(2)
@@ -721,19 +741,8 @@ def test_owners_have_what_allgather_gives_to_all(rank: int, text: str):
             assert torch.equal(own[name], owners.own(name, leaf, rank)), name
 
 
-class Branches(nn.Module):
-    """Of which a step may use one alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 5), nn.Linear(6, 5)
-
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        return self.a(x) + (self.b(x) if both else 0)
-
-
 COSTS = {"a.weight": 3.0, "b.weight": 2.9, "a.bias": 0.5, "b.bias": 0.4}
-"""With which each of two ranks owns a part of each branch."""
+"""With which each of two ranks owns a part of each of these parts."""
 
 
 @pytest.mark.parametrize("costs", [None, {**COSTS, "a.bias": 0.1, "b.bias": 0.2}, COSTS])
@@ -744,19 +753,20 @@ def test_what_no_step_has_used_has_no_state_in_a_checkpoint(
 ):
     """Nor has it one where a checkpoint is loaded: a step of length zero in its place would count, as Adam's first."""
 
-    def made(seed: int) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        module = Branches()
+    def made(offset: float) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+        module = Parts()
+        for p in module.parameters():
+            p.data.add_(offset)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
         if costs is None:
             return module, fnddp.DistributedDataParallel(module, sync="two_shot"), optimizer
-        return module, fnddp.own(module, optimizer, cost=lambda name, _: costs[name]), optimizer
+        return module, fnddp.own(module, optimizer, cost=lambda name, _: costs.get(name, 0.01)), optimizer
 
     def trained(model: Any, optimizer: torch.optim.Optimizer, begin: int, end: int, both: bool) -> None:
         for step in range(begin, end):
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(100 * step + rank)
-            model(torch.randn(4, 6, generator=generator), both).square().mean().backward()
+            model(torch.randn(4, 16, generator=generator), "abc" if both else "a").square().mean().backward()
             optimizer.step()
 
     module, model, optimizer = made(0)
@@ -847,35 +857,6 @@ def test_a_state_of_other_shapes_is_an_error_before_it_is_used(rank: int):
     owned = fnddp.own(model, mine)
     with pytest.raises(ValueError, match="'exp_avg' of 'weight'") if "weight" in owned.owned[0].own else nullcontext():
         mine.load_state_dict(theirs.state_dict())
-
-
-@on_ranks(2)
-def test_clipping_of_lists_is_that_of_each(rank: int):
-    """Also where a list has gradients that every rank has."""
-    owned, every = Owned(EXACT, cut=False), Everywhere()
-    extra = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    for clip in (
-        lambda params: torch.nn.utils.clip_grad_norm_(params, 0.1, foreach=True),
-        lambda params: torch.nn.utils.clip_grad_norm_(params, 0.1, torch.inf, foreach=True),
-        lambda params: torch.nn.utils.clip_grad_value_(params, 1e-3, foreach=True),
-        lambda params: torch._foreach_zero_([p.grad for p in params]),
-    ):
-        for each, p in zip((owned, every), extra, strict=True):
-            p.grad = torch.ones(3)
-            loss_of(each.model(batch(rank, 0), True)).backward()
-        norms: list[Tensor] = []
-        for each, p in zip((owned, every), extra, strict=True):
-            clip([*each.net.parameters(), p])
-            norms.append(torch.nn.utils.get_total_norm([q.grad for q in (*each.net.parameters(), p)], foreach=True))
-        torch.testing.assert_close(*norms)
-        assert torch.allclose(extra[0].grad, extra[1].grad, rtol=1e-6)
-        for each in (owned, every):
-            each.update()
-        for name, p in owned.net.named_parameters():
-            torch.testing.assert_close(p, every.net.get_parameter(name), msg=name)
-    loss_of(owned.model(batch(rank, 0))).backward()
-    with pytest.raises(RuntimeError, match=r"_foreach_add_.*cannot use that of 'embed.weight'"):
-        torch._foreach_add_([p.grad for p in owned.net.parameters() if p.grad is not None], 1.0)
 
 
 @pytest.mark.parametrize("before", ["the class", "allgather", "ef21(qsgd(allgather))"])
