@@ -90,9 +90,6 @@ class Rank:
     def dead_wire(self) -> None:
         self.wire.is_dead = True
 
-    def next_forward(self) -> None:
-        self.backward.require_idle()
-
 
 def nothing(_: Rank) -> None:
     pass
@@ -112,7 +109,7 @@ EVENTS: dict[str, tuple[Callable[[Rank], None], Callable[[Rank], None]]] = {
     "own error": (Rank.own_error, nothing),
     "peer's error": (nothing, Rank.own_error),
     "dead wire": (Rank.dead_wire, Rank.dead_wire),
-    "next forward": (Rank.next_forward, nothing),
+    "next forward": (lambda me: me.backward.require_idle(), nothing),
     "end": (nothing, nothing),
 }
 OWN, LATER, TOLD, DEAD = ZeroDivisionError, OverflowError, StepFailedError, CollectiveError
@@ -204,8 +201,8 @@ def test_what_a_peer_is_told_of_a_backward_that_was_broken_off(handles: bool) ->
             try:
                 raise ValueError("bad batch")
             except ValueError:
-                me.next_forward()
+                me.backward.require_idle()
         else:
-            me.next_forward()
+            me.backward.require_idle()
 
     run_threads(2, told)

@@ -24,16 +24,13 @@ from fnddp.wire.protocol import CollectiveError
 from tests.pipelines import EXAMPLES, grads
 from tests.ranks import on_ranks
 from tests.test_passes import Applied
+from tests.ways import Trap
 
 COMPRESSED = EXAMPLES["error_feedback"]
 STEPS = 7
 
 
 model_grads = partial(grads, "model")
-
-
-class Trouble(Exception):
-    pass
 
 
 def large_grads(rank: int, step: int = 0) -> dict[str, Tensor]:
@@ -84,11 +81,9 @@ def check_chaos(rank: int, text: str, make_grads: Any, donation: Donation) -> No
             assert bits(done.mean) == bits(mean), f"step {step}"
             assert bits(state) == bits(expected), f"step {step}"
         elif rank == culprit:
-            engine.fail(Trouble(f"out of luck in step {step}"))
+            engine.fail(Trap(f"out of luck in step {step}"))
         else:
-            with pytest.raises(
-                StepFailedError, match=f"rank {culprit} failed with .*Trouble: out of luck in"
-            ) as caught:
+            with pytest.raises(StepFailedError, match=f"rank {culprit} failed with .*Trap: out of luck in") as caught:
                 engine.step.finish()
             engine.fail(caught.value)  # as adapters do: the step is over, and nothing happens
             assert bits(copies) == bits(mine) or donation.gradients != "at_end"
@@ -165,7 +160,7 @@ def test_a_failure_is_known_in_all_groups(rank: int) -> None:
         mean, state = sync(model_grads(rank, step), sync.init(model_grads(rank)))
         engine.begin(state)
         if step == 2 and rank == 3:
-            engine.fail(Trouble("in the second pair"))
+            engine.fail(Trap("in the second pair"))
             continue
         for path, grad in model_grads(rank, step).items():
             engine.step.feed(path, grad)
@@ -214,8 +209,8 @@ def test_which_ranks_a_pipeline_without_a_plan_reaches(rank: int) -> None:
     assert groups_of(partition({"a": hook, "*": EAGER})) == (None,)
     engine = make_engine(hook, model_grads(rank))
     engine.begin(())
-    engine.fail(Trouble("here"))
-    with pytest.raises(RuntimeError, match="an earlier step failed on this rank .Trouble: here"):
+    engine.fail(Trap("here"))
+    with pytest.raises(RuntimeError, match="an earlier step failed on this rank .Trap: here"):
         engine.begin(())
 
 

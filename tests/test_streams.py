@@ -20,6 +20,7 @@ import fnddp
 from fnddp import DistributedDataParallel, Sync, outer
 from fnddp.core import tree
 from fnddp.plan.draft import Donation
+from fnddp.plan.lower import Traces
 from fnddp.run.engine import MAX_PHASES, Engine
 from fnddp.wire.c10d import over
 from fnddp.wire.protocol import CollectiveError
@@ -110,10 +111,10 @@ def with_two_models_in_a_backward(text: str, found: Checker) -> None:
     train(nn.Sequential(module(text), module(text)), found.training)
 
 
-def engine_of(text: str) -> tuple[Engine, dict[str, Tensor]]:
+def engine_of(text: str, **more: Any) -> tuple[Engine, dict[str, Tensor]]:
     sync, leaves = fnddp.parse(text), {name: p.detach() for name, p in net().named_parameters()}
     options: Any = {"donation": Donation(gradients="yes"), "wire": StreamWire()}
-    return engine_for(sync, leaves, state=sync.init(leaves), **options), leaves
+    return engine_for(sync, leaves, state=sync.init(leaves), **options, **more), leaves
 
 
 def with_backward_on_several_streams(text: str, found: Checker) -> None:
@@ -175,11 +176,12 @@ def compiled(text: str, found: Checker) -> None:
 
 def failing(text: str, found: Checker) -> None:
     """A step fails when all or some gradients are there, and later ones go on; if need be with a new engine."""
+    traces = Traces()  # for all engines: a trace takes most of the time
     for arrived in (1, 3, 6):
-        engine, leaves = engine_of(text)
+        engine, leaves = engine_of(text, traces=traces)
         for fails in (False, True, False, False):
             if engine.broken is not None:
-                engine, leaves = engine_of(text)
+                engine, leaves = engine_of(text, traces=traces)
             step = engine.begin()
             for name in list(reversed(leaves))[: arrived if fails else None]:
                 step.feed(name, torch.ones_like(leaves[name]))
@@ -350,8 +352,9 @@ def test_each_wait_and_keep_has_a_scenario():
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", NEEDED)
 def test_every_wait_and_keep_is_needed(name):
+    line = waits(APART)[name]
     for text in ("quantize(allgather)", POWERSGD, "allreduce", QUANTIZED, PERIODIC[0]):
-        with checking(without=waits(APART)[name]) as found:
+        with checking(without=line) as found:
             NEEDED[name](text, found)
         if found.hazards:
             return
