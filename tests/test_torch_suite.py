@@ -17,7 +17,6 @@ QUICK = (
     "test_ddp_buffer_hook_allreduce_return_future",
     "test_ddp_build_debug_param_to_name_mapping",
     "test_ddp_hook_parity_powerSGD",
-    "test_ddp_ignore_params_arg",
     "test_ddp_join_model_equivalence",
     "test_undefined_grad_parity_unused_parameters",
 )

@@ -15,7 +15,7 @@ import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import StepFailedError, allreduce, fp16
 from fnddp.adapters.checkpoint import shares
-from fnddp.laws import bits
+from fnddp.laws import bits, gather
 from tests.models import (
     COMPRESSED,
     SMALL,
@@ -88,6 +88,26 @@ def test_state_dicts_keep_the_state_of_the_pipeline(rank: int) -> None:
     before = bits(model.state_dict(sync_state=True))
     step(again, batch(rank, 9))  # nothing is shared
     assert bits(model.state_dict(sync_state=True)) == before
+
+
+@on_ranks(2)
+def test_ignored_parameters_and_buffers(rank: int) -> None:
+    models = []
+    for cls in (DDP, TorchDDP):
+        module = normed()
+        with torch.no_grad():
+            module[2].weight += rank
+            module[1].running_mean += rank
+        cls._set_params_and_buffers_to_ignore_for_model(module, ["2.weight", "1.running_mean"])
+        models.append(cls(module))
+        for i in range(3):
+            step(models[-1], batch(rank, i))
+    ours, theirs = models
+    assert_same_grads(ours, theirs)
+    assert bits(ours.state_dict()) == bits(theirs.state_dict())
+    everyone = gather(bits([ours.module[2].weight, ours.module[1].running_mean]))
+    assert everyone[0][0] != everyone[1][0]
+    assert everyone[0][1] != everyone[1][1]
 
 
 SIZES = st.integers(1, 64)
