@@ -1,6 +1,7 @@
 """Codecs on what FSDP2 sends between shards, on gloo ranks, against FSDP2 itself and one process with all batches."""
 
 import gc
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -649,8 +650,19 @@ def test_other_numbers_of_ranks_load_it(gloo: Callable[..., list[Any]], tmp_path
         assert loaded.abs().max() > 0
 
 
-def test_a_world_size_of_other_axes_is_refused():
-    layers = {"layers.0": {"weight": torch.empty(64, 64, device="meta")}}
-    for wrong in ({"nodes": 2}, {"shards": 0}):
-        with pytest.raises(ValueError, match="world_size must be"):
-            plan_axes(layers, world_size=wrong)
+REFUSED_PLANS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
+    "world_size must be": ({"world_size": {"nodes": 2}}, ValueError),
+    "world_size must be {": ({"world_size": {"shards": 0}}, ValueError),
+    "group 'head' must have parameters": ({"head": {}}, ValueError),
+    "group 'scale' must have parameters": ({"scale": {"s": torch.empty(())}}, ValueError),
+    "a pipeline for each pattern": ({"gradients": {"a": "quantize(two_shot)", "*": "two_shot"}}, TypeError),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED_PLANS)
+def test_plans_that_cannot_be_are_refused(says: str):
+    given, error = REFUSED_PLANS[says]
+    groups = {key: each for key, each in given.items() if key in ("head", "scale")}
+    options = {key: each for key, each in given.items() if key not in groups}
+    with pytest.raises(error, match=re.escape(says)):
+        plan_axes({"layers.0": {"weight": torch.empty(64, 64, device="meta")}, **groups}, **options)

@@ -126,7 +126,7 @@ def test_no_bytes_of_one_rank_and_losses_below_zero_are_plotted(tmp_path: Path) 
     below = tune_report.plot(tuned(replace(EXACT, losses=(-1.0, 0.5, -2.0)), HALF), SETTING)
     assert [axes.get_yscale() for axes in below.axes] == ["linear", "linear"]
     for figure in (one, below):
-        picture.save(lambda figure=figure: figure, tmp_path / "plot.svg")
+        figure.savefig(tmp_path / "plot.svg")
 
 
 def test_losses_that_differ_by_roundings_are_equal() -> None:

@@ -23,8 +23,8 @@ from fnddp.wire.weights import no_mean
 class StepFailedError(RuntimeError):
     """Another rank failed in this step. On all ranks the state and the parameters are as before the step.
 
-    With an outer step they are as after the local step. If `own` or `own_matrices` has changed some of them, the message
-    says that you must restart.
+    With an outer step they are as after the local step. If `own` or `own_matrices` has changed some of them, the
+    message says that you must restart.
 
     Gradients are not synchronized: clear them, for example with `optimizer.zero_grad()`, and continue. Until then, with
     `register`, `.grad` holds this rank's own gradient added to any earlier one. With `DistributedDataParallel` it does

@@ -13,7 +13,7 @@ from fnddp.adapters.checkpoint import Checkpoint, Checkpoints
 from fnddp.core.agreement import agree_over
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
-from fnddp.core.sync import State, Sync
+from fnddp.core.sync import State, Sync, all_in
 from fnddp.integrations.fsdp.plan import AxesPlan, Axis, axes_of
 from fnddp.integrations.fsdp.replicas import Replicas, compress_replicas
 from fnddp.integrations.fsdp.rows import Rows
@@ -25,6 +25,7 @@ from fnddp.outer.plan import lower as lower_outer
 from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
 from fnddp.reducers.all_reduce import allreduce
+from fnddp.schedules.choose import partition
 from fnddp.torch_private import fsdp_groups
 
 
@@ -133,8 +134,9 @@ def plan_axes(
         outer: The outer step between workers; the exchanges of a whole period are planned.
 
     Raises:
-        TypeError: A pipeline does not fit its axis: see `compress_shards`.
-        ValueError: `world_size` has other keys, or a number below 1; or two groups have a parameter of the same name.
+        TypeError: A pipeline does not fit its axis: see `compress_shards`; or it is a `partition`.
+        ValueError: `world_size` has other keys, or a number below 1; two groups have a parameter of the same name; a
+            group has no parameters, or a scalar.
 
     >>> import torch
     >>> from fnddp import Link
@@ -153,6 +155,8 @@ def plan_axes(
         raise ValueError(f'plan_axes: world_size must be {{"shards": N, "replicas": N}}, got {world_size}')
     owner: dict[str, str] = {}
     for name, parameters in groups.items():
+        if not parameters or not all(p.ndim for p in parameters.values()):
+            raise ValueError(f"plan_axes: group {name!r} must have parameters, and no scalar: FSDP cuts a dimension")
         for path in parameters:
             if (first := owner.setdefault(path, name)) != name:
                 raise ValueError(
@@ -161,6 +165,8 @@ def plan_axes(
                 )
     n = sizes["shards"]
     of_gradients, of_weights = fitting("gradients", gradients), fitting("weights", weights)
+    if several := [sync for sync in (of_gradients, of_weights) if sync and partition in map(type, all_in(sync))]:
+        raise TypeError(f"plan_axes: {several[0]!r} has a pipeline for each pattern; plan the groups of each alone")
     traffic: list[Traffic] = []
     local: dict[str, Tensor] = {}
     for name, parameters in groups.items():
