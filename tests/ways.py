@@ -390,8 +390,8 @@ class ValueAndGrad(Way):
 
     def make(self) -> None:
         self.model = self.net()
-        self.optimizer, self.sync = self.sgd(self.model), fnddp.parse(self.text)
-        self.run, self.kept = self.made(), self.sync.init(self.params)
+        self.optimizer = self.sgd(self.model)
+        self.set_sync(self.text)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -431,7 +431,8 @@ class ValueAndGrad(Way):
 
     def set_sync(self, text: str) -> None:
         self.sync = fnddp.parse(text)
-        self.run, self.kept = self.made(), self.sync.init(self.params)
+        self.run = self.made()
+        self.reset()
 
     def reset(self) -> None:
         self.kept = self.sync.init(self.params)
@@ -527,11 +528,9 @@ class Replicas(Fsdp):
         self.optimizer = self.sgd(self.model)
 
 
-class ShardsAndReplicas(Fsdp):
-    ranks, undoes = 4, True
-    text, plain = TWO_HOPS, "two_shot"
-    counted = TWO_HOPS
-    points = (*on(C10d), *BY_BUFFER, Point(Vote, "cast"))
+class ShardsAndReplicas(Shards):
+    ranks = 4
+    points = (*Shards.points, Point(Vote, "cast"))
     cells = Shards.cells | {"another pipeline": Absent("as of shards alone")}
 
     def make(self) -> None:
