@@ -382,7 +382,6 @@ def test_the_models_gradients_stand_for_those_of_owners(rank: int, seed: int):
             each.backward(rank, step, uses_other)
 
     def change(kinds: list[Callable[[Owned], Any]]) -> None:
-        owned.net.layers[4].bias.grad.norm()  # gathered with those of all leaves, which a change makes stale
         kind = draws.choice(kinds)
         for each in both:
             kind(each)
@@ -393,6 +392,7 @@ def test_the_models_gradients_stand_for_those_of_owners(rank: int, seed: int):
         backward(step)
         require_same_gradients(rank, *both)
         for _ in range(draws.randrange(3)):
+            owned.net.layers[4].bias.grad.norm()  # gathered with those of all leaves, which a change makes stale
             change([*CHANGES, *CLIPS[: -1 if is_exact else None]])
             require_same_gradients(rank, *both)
         if not is_exact and draws.random() < 0.5:
@@ -442,6 +442,8 @@ def test_what_the_models_gradients_cannot_do_is_named(rank: int):
         owned.backward(rank, 21, True)
     with pytest.raises(RuntimeError, match=r"clamp_.* reads the gradient of 'layers.0.weight'.*no_sync"):
         weight.grad.clamp_(-1e-3, 1e-3)
+    with pytest.raises(RuntimeError, match=r"a norm reads the gradient of .*no_sync"):
+        torch.nn.utils.clip_grad_norm_(owned.net.parameters(), 1.0)  # it left that part out
     owned.net.zero_grad()
     before = weights(owned.net)
     owned.update()

@@ -80,10 +80,7 @@ class OwnedGradient(Tensor):
         if owned is not None and func in _SCALING and not any(isinstance(x, Tensor) and x.ndim for x in others):
             clears = func is aten.zero_.default
             if self.added is not None and not clears and func not in _LINEAR:
-                raise RuntimeError(
-                    f"own: {func} reads the gradient of {self.path!r}, part of which is not synchronized yet, as "
-                    "after a backward within no_sync; first run the step's last backward, outside of no_sync"
-                )
+                raise not_whole(func, self.path)
             owned.norms.clear()
             self.added = None if clears else self.added
             for each in (self.part, self.added):
@@ -101,6 +98,13 @@ class OwnedGradient(Tensor):
 
     def __repr__(self, **_: Any) -> str:
         return f"OwnedGradient({self.path!r}, {tuple(self.shape)}, {self.dtype})"
+
+
+def not_whole(reader: Any, path: str) -> RuntimeError:
+    return RuntimeError(
+        f"own: {reader} reads the gradient of {path!r}, part of which is not synchronized yet, as after a backward "
+        "within no_sync; first run the step's last backward, outside of no_sync"
+    )
 
 
 def _unscale(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:

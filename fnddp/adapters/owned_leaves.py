@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fnddp.adapters.owned_gradient import OwnedGradient
+from fnddp.adapters.owned_gradient import OwnedGradient, not_whole
 from fnddp.adapters.owned_optimizer import OwnedOptimizer
 from fnddp.core.state import load_state_dict, state_dict
 from fnddp.core.sync import Sync
@@ -142,7 +142,11 @@ class OwnedLeaves(OwnedOptimizer):
     def part_of_gradient(self, name: str) -> Tensor | None:
         """Return the part of a gradient that this rank owns, if any."""
         grad = self.parameters[name].grad
-        return grad.part if isinstance(grad, OwnedGradient) else None
+        if not isinstance(grad, OwnedGradient):
+            return None
+        if grad.added is not None:
+            raise not_whole("a norm", name)
+        return grad.part
 
     def remove_placeholders(self) -> None:
         """Remove placeholders from the model's parameters, because a backward accumulates there."""
