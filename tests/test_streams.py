@@ -111,6 +111,19 @@ def with_two_models_in_a_backward(text: str, found: Checker) -> None:
     train(nn.Sequential(module(text), module(text)), found.training)
 
 
+def with_the_optimizer_on_another_stream(text: str, found: Checker) -> None:
+    model, mine = module(text), found.new_stream("optimizer")
+    optimizer = sgd(model)
+    for i in range(3):
+        with found.training(i):
+            loss(model).backward()
+            mine.learn(found.main.known)
+            with found.on(mine):
+                optimizer.step()
+            found.main.learn(mine.known)
+        optimizer.zero_grad()
+
+
 def engine_of(text: str, **more: Any) -> tuple[Engine, dict[str, Tensor]]:
     sync, leaves = fnddp.parse(text), {name: p.detach() for name, p in net().named_parameters()}
     options: Any = {"donation": Donation(gradients="yes"), "wire": StreamWire()}
@@ -215,6 +228,20 @@ def with_the_state_replaced(text: str, found: Checker) -> None:
     train(model, nullcontext, replace_state)
 
 
+def functional(text: str, found: Checker) -> None:
+    model, sync = net(), fnddp.parse(text)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    state = sync.init(params)
+    step = fnddp.value_and_grad(
+        lambda params, x: torch.func.functional_call(model, params, (x,)).square().mean(), sync, wire=StreamWire()
+    )
+    x = torch.ones(4, 12)
+    for i in range(3):
+        with found.training(i):
+            _, grads, state = step(params, state, x)
+            params = {name: p if (mean := grads.get(name)) is None else p - 0.1 * mean for name, p in params.items()}
+
+
 def within_a_callable(text: str, found: Checker) -> None:
     """Steps on the stream where they will be captured, called on two streams."""
     model, streams = module(text), [found.main, found.new_stream("other")]
@@ -260,9 +287,9 @@ def exchanging_parameters(text: str, found: Checker) -> None:
 
 
 SCENARIOS = [
-    *(with_the_module, accumulating, with_two_models_in_a_backward, failing),
+    *(with_the_module, accumulating, with_two_models_in_a_backward, with_the_optimizer_on_another_stream, failing),
     *(weighted, with_backward_on_several_streams, with_a_leaf_that_is_missing, with_the_state_replaced),
-    *(told_of_what_is_not_finite, compiled, registered, reading_old_means_late, eagerly),
+    *(told_of_what_is_not_finite, functional, compiled, registered, reading_old_means_late, eagerly),
     *(exchanging_parameters, run_by_inductor, within_a_callable),
 ]
 # A node alone: see GROUPS; what is a scenario; and means that are no gradients of a module.
