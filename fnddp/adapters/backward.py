@@ -47,7 +47,10 @@ class Backward:
 
     Attributes:
         failure: The first error of this rank in the open step, kept for its end.
+        is_starting: True while a step begins that an autograd backward will end.
     """
+
+    is_starting = False
 
     def __init__(
         self,
@@ -70,10 +73,7 @@ class Backward:
         return self.engine.begin(**options)
 
     def end_with_autograds(self, end: Callable[[], None], reaches: "Iterable[Backward]" = ()) -> None:
-        """Queue `end`, the function that ends this one's step, as a final callback of the running autograd backward.
-
-        If other threads may use the model, call this before the step begins: they take an open step of no backward for
-        an unfinished one.
+        """Queue `end`, the function that ends the open step, as a final callback of the running autograd backward.
 
         Args:
             reaches: Other `Backward`s that are idle, and will begin a step in the same autograd backward.
@@ -102,6 +102,11 @@ class Backward:
     def has_raised(self) -> bool:
         """True if an autograd backward raised in which this one began a step, or would have begun one."""
         return self._broken_off is not None
+
+    @property
+    def is_in_progress(self) -> bool:
+        """True while an autograd backward runs that ends this one's step. False if the adapter ends it by itself."""
+        return self.is_starting or (self._shared is not None and not self._shared.has_raised)
 
     @property
     def _broken_off(self) -> "_SharedBackward | None":
@@ -196,13 +201,7 @@ class Backward:
 
         Also fail the steps of other models whose backward raised in this thread, in the order in which other ranks wait
         in them. (On an accelerator autograd has threads of its own, so these steps are failed by their own models.)
-
-        Raises:
-            RuntimeError: The autograd backward that will end the step is running in another thread.
         """
-        shared = self._shared
-        if shared is not None and not shared.has_raised and shared.thread != threading.get_ident():
-            raise RuntimeError("a backward of this model is running in another thread; wait until it ends")
         with _lock:
             raised = [each for each in _shared if each.has_raised and each.thread == threading.get_ident()]
         for each in raised:

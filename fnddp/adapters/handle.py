@@ -142,8 +142,11 @@ class HasPipeline:
         Raises:
             RuntimeError: Its backward is running in another thread.
         """
-        if not torch_private.is_within_backward():
-            self._backward.require_idle()
+        if torch_private.is_within_backward():
+            return
+        if self._backward.is_in_progress:
+            raise RuntimeError("a backward of this model is running in another thread; wait until it ends")
+        self._backward.require_idle()
 
     def _adopt(self, sync: Sync) -> None:
         """Continue with `sync`, from its initial state. All ranks call it, between steps."""

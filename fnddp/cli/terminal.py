@@ -130,7 +130,7 @@ def progress(text: str) -> Generator[Callable[..., None]]:
     """
     to = console(sys.stderr)
     if not is_first_rank():
-        yield lambda *_: None
+        yield lambda *_, **__: None
         return
     if not to.is_terminal or to.is_dumb_terminal:
         lines = Lines(sys.stderr)

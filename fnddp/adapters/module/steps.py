@@ -92,6 +92,7 @@ class Steps:
         self.weight = RankWeight()
         self.unsynchronized: set[str] = set()
         self._outputs: list[weakref.ref[_Nodes]] = []  # of the last forward
+        self._thread = 0  # id of the thread of the last forward with a synchronizing backward
         self.futures: list[torch.futures.Future[Any]] = []
         self._fast = FastPath()
         self._hooks: list[Any] = []
@@ -158,7 +159,7 @@ class Steps:
             _forwarded[self] = None
         if not self.is_armed or torch_private.is_transforming():
             return
-        self._outputs = []
+        self._outputs, self._thread = [], threading.get_ident()
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:  # hooks on a leaf would outlive the graph
                 behind = _Nodes(nodes_behind(tensor))
@@ -191,11 +192,15 @@ class Steps:
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if isinstance(self.engine.wire, Elastic) and (self._before is None or not self.awaits_commit):
             self._before = {name: grad.detach().clone() for name, grad in grads.items()}, self.unsynchronized.copy()
-        with _lock:
-            others = [each for each in reversed([*_forwarded]) if each is not self and each.is_armed]
-        reached = [each.backward for each in others if not each.engine.is_open and each._is_reached()]
-        self.backward.end_with_autograds(self._finish, reached)
-        step = self._begin(self.weight.given)
+        self.backward.is_starting = True  # so that other threads do not take it for an unfinished step
+        try:
+            step = self._begin(self.weight.given)
+            with _lock:
+                others = [each for each in reversed([*_forwarded]) if each is not self and each.is_armed]
+            reached = [each.backward for each in others if not each.engine.is_open and each._is_reached()]
+            self.backward.end_with_autograds(self._finish, reached)
+        finally:
+            self.backward.is_starting = False
         task, keeps_graph = current_backward(), torch.is_grad_enabled()
         self._taken = taken = _Taken(task, set(grads), keeps_graph, self._always_sparse.copy())
         kept = grads.keys() - self.unsynchronized - {accumulated}
@@ -431,7 +436,13 @@ class Steps:
     # Errors
 
     def settle(self) -> None:
-        """Fail the open step if its backward did not finish; raise a RuntimeError if ranks may be desynchronized."""
+        """Fail the open step if its backward did not finish; raise a RuntimeError if ranks may be desynchronized.
+
+        A backward that is still running counts as unfinished, except in other threads than its forward's: raise there.
+        (Not by autograd's thread: on an accelerator it may hold a backward that has raised for some time.)
+        """
+        if self.backward.step is not None and not self.backward.has_raised and self._thread != threading.get_ident():
+            raise RuntimeError(f"{OWNER}: a backward of this model is running in another thread; wait until it ends")
         self.backward.require_idle()
         self._fast.close()  # still open if the step failed together with another engine's
         self.engine.refuse_after_failure()
