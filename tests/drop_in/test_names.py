@@ -130,8 +130,10 @@ def test_buffers_are_made_equal_when_they_are_due(rank: int) -> None:
 
 def test_other_names_that_tools_use():
     model = DDP(nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True), nn.Embedding(3, 2)))
+    parameters, sparse = model._build_params_for_reducer()
+    assert sparse == [False, False, True, False]
     names = [name for name, _ in model.module.named_parameters()]
-    assert model._build_debug_param_to_name_mapping([*model.module.parameters()]) == dict(enumerate(names))
+    assert model._build_debug_param_to_name_mapping(parameters) == dict(enumerate(names))
     x = torch.ones(2, 2)
     (inputs,), (kwargs,) = model.to_kwargs((x,), {"y": x}, 0)
     assert torch.equal(inputs[0], kwargs["y"])

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from fnddp import torch_private
 from fnddp.adapters.handle import HasPipeline
 from fnddp.adapters.hook import from_hook
-from fnddp.adapters.module.slots import OWNER, Slots, WrappedParameters
+from fnddp.adapters.module.slots import OWNER, Slots, WrappedParameters, sparse_parameters
 from fnddp.adapters.module.steps import Steps
 from fnddp.core.sync import Sync
 from fnddp.device import device_of
@@ -138,6 +138,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         return hook
 
     def _follow_others(self) -> None:
+        """Take part in one forward and backward of the ranks that still have inputs."""
         with device_of(self.device).selected():
             self._sync_buffers(HookLocation.PRE_FORWARD, has_inputs=False)
             synchronizes = control.total(0, self._group) > 0
@@ -150,6 +151,7 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
                     self._steps.participate_with_zeros()
 
     def _copy_last_joiner(self, is_last_joiner: bool) -> None:
+        """Copy parameters and buffers from a rank that had the last inputs."""
         with device_of(self.device).selected():
             self._steps.wait_for_futures()
             named = dict(self.module.named_parameters())
@@ -244,6 +246,11 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
     ) -> None:
         control.broadcast(list(self.modules_buffers if bufs is None else bufs), self._group, source=authoritative_rank)
 
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        sparse = sparse_parameters(self.module)
+        parameters = list(self._trained.parameters.values())
+        return parameters, [parameter in sparse for parameter in parameters]
+
     # For callers
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
@@ -252,7 +259,8 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
 
     @staticmethod
     def _log_and_throw(err_type: type[Exception], err_msg: str) -> None:
-        raise err_type(err_msg)  # for `_build_debug_param_to_name_mapping`
+        """Raise the error, for `_build_debug_param_to_name_mapping`."""
+        raise err_type(err_msg)
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
