@@ -95,6 +95,10 @@ class Device:
         """Return the time between two marks of one stream. The host waits for `end`."""
         return end - begin
 
+    def future(self) -> "torch.futures.Future[Any]":
+        """Return a future of a result on this device. A stream that waits for the future waits for the result."""
+        return torch.futures.Future()
+
     def synchronize(self) -> None:
         """Make the host wait for everything started so far."""
 
@@ -184,6 +188,9 @@ class Accelerator(Device):
         begin.synchronize()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
+
+    def future(self) -> "torch.futures.Future[Any]":
+        return torch.futures.Future(devices=[self.device])
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)

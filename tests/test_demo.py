@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,60 @@ from fnddp.cli import main, picture, report
 from fnddp.cli.train import Result
 from tests.hosts import complaints
 
+DEMO = ("-m", "fnddp", "demo")
 PIPELINES = ("allreduce", "error_feedback(powersgd(fp16(allreduce), rank=2))")
 PARAMETERS = 85_002
 SECONDS = 150  # for a demo of a few steps, on a machine that is busy with other things
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a foreground process group of its own, as in a terminal
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    with process:  # or a later test warns of what a failure leaves open
+        try:
+            out, err = process.communicate(timeout=SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, out, err
+
+
+def descendants(pid: int) -> list[int]:
+    try:
+        below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [one for child in map(int, below) for one in (child, *descendants(child))]
+
+
+def is_connected(pid: int) -> bool:
+    try:
+        return any("pt_gloo_runloop" in path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/comm"))
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
 
 
 @pytest.mark.thorough
@@ -57,19 +110,19 @@ def test_reports_bytes_losses_and_accuracy(tmp_path: Path, capsys: pytest.Captur
         (os.kill, signal.SIGKILL, -signal.SIGKILL, []),
     ],
 )
-def test_no_process_stays(tmp_path: Path, kill, number: int, ends_with: int, says: list[str]) -> None:
-    command = [sys.executable, "-m", "fnddp", "demo", "--steps", "1000000", "--out", str(tmp_path / "out")]
-    # A foreground process group of its own, as in a terminal.
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as training:
-        assert training.stderr is not None
-        try:
-            assert any(line.startswith("... training") for line in training.stderr)
-            kill(training.pid, number)
-            errors = training.stderr.read()  # which ends with the last process that has this pipe
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(training.pid, signal.SIGKILL)
-    assert (training.returncode, complaints(errors)) == (ends_with, says)
+def test_no_process_stays(
+    tmp_path: Path, kill: Callable[[int, int], None], number: int, ends_with: int, says: list[str]
+) -> None:
+    training = start(*DEMO, "--steps", 1_000_000, "--out", tmp_path / "out")
+    try:
+        until(lambda: sum(is_connected(pid) for pid in descendants(training.pid)) == 2)
+        processes = descendants(training.pid)
+        kill(training.pid, number)
+        training.wait(timeout=SECONDS)
+        until(lambda: not any(map(is_alive, processes)))
+    finally:
+        code, _, errors = finish(training)
+    assert (code, complaints(errors)) == (ends_with, says)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -82,10 +135,16 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 def test_a_run_that_diverged_or_sent_nothing_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    losses = [2.3, math.nan, math.inf]
-    sizes = {"bytes_per_step": 0, "reduction": None, "bytes_total": 4, "bytes_sent_by_step": [4, 4, 4]}
-    times = {"test_accuracy": 0.1, "step_seconds_median": 0.001, "loss_by_step": losses}
-    diverged = Result(pipeline=repr(fp16(allreduce)), **sizes, **times)
+    diverged = Result(
+        pipeline=repr(fp16(allreduce)),
+        bytes_per_step=0,
+        reduction=None,
+        bytes_total=4,
+        test_accuracy=0.1,
+        step_seconds_median=0.001,
+        loss_by_step=[2.3, math.nan, math.inf],
+        bytes_sent_by_step=[4, 4, 4],
+    )
     report.show([diverged])
     assert "10.00%" in capsys.readouterr().out
     found = {"model": "digits", "ranks": 2, "pipelines": [diverged]}

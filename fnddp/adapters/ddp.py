@@ -235,10 +235,7 @@ class _Bucket:
         if any(layout.other):  # DDP passes row-major views to hooks
             pairs = zip(self.views, layout.other, strict=True)
             self.views = [view.as_strided(view.shape, strides) if strides else view for view, strides in pairs]
-        # A stream that waits for the future waits for the result.
-        of = device_of(self.buffer.device)
-        devices: list[Any] = [of.device] if of.is_asynchronous else []
-        self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        self.future: torch.futures.Future[Tensor] = device_of(self.buffer.device).future()
 
     def complete(self, mean: Leaves) -> None:
         """Pass the means in `mean` to DDP; parameters that are not in it keep this rank's own gradients."""
