@@ -94,7 +94,7 @@ def all_to_all_leaves(leaves: Mapping[Any, Tensor], group: str | None = None) ->
     """Run an `all_to_all` of every leaf, in the order of their paths."""
     given = _rows_by_path("all_to_all", leaves, group)
     received = _exchange_bytes(ALL_TO_ALL, [*given.values()], group)
-    return {path: rows.reshape(leaves[path].shape) for path, rows in zip([*given], received, strict=True)}
+    return {path: rows.reshape(leaves[path].shape) for path, rows in zip(given, received, strict=True)}
 
 
 def start_all_to_all(leaves: Mapping[Any, Tensor], group: str | None = None) -> Callable[[], dict[Any, Tensor]]:
@@ -108,7 +108,7 @@ def start_all_to_all(leaves: Mapping[Any, Tensor], group: str | None = None) -> 
 
     def received() -> dict[Any, Tensor]:
         rows = [_of_bytes(result, wire.dtype) for result, wire in zip(wait(), wires, strict=True)]
-        return {path: each.reshape(leaves[path].shape) for path, each in zip([*given], rows, strict=True)}
+        return {path: each.reshape(leaves[path].shape) for path, each in zip(given, rows, strict=True)}
 
     return received
 
@@ -122,7 +122,7 @@ def reduce_scatter_leaves(leaves: Mapping[Any, Tensor], group: str | None = None
     """Run a `reduce_scatter` of every leaf: issue all, in the order of their paths, then await all."""
     given = _rows_by_path("reduce_scatter", leaves, group)
     wires = [layout.to_wire(leaf) for leaf in given.values()]
-    parts = dict(zip([*given], _exchange(REDUCE_SCATTER, wires, "sum", group), strict=True))
+    parts = dict(zip(given, _exchange(REDUCE_SCATTER, wires, "sum", group), strict=True))
     return {path: layout.from_wire(parts[path][0], leaf[0]) for path, leaf in leaves.items()}
 
 
@@ -152,10 +152,7 @@ def scale_of_weight(weight: Weight | Tensor, group: str | None, device: torch.de
 
 
 def _rows_by_path(name: str, leaves: Mapping[Any, Tensor], group: str | None) -> dict[Any, Tensor]:
-    """Return `leaves` in the order of their paths; raise a ValueError unless each has a row for each rank.
-
-    To zip it, list its paths: torch 2.11 cannot trace an iterator of a dict.
-    """
+    """Return `leaves` in the order of their paths; raise a ValueError unless each has a row for each rank."""
     given, n = {path: leaves[path] for path in sorted(leaves)}, world_size(group)
     for leaf in given.values():
         if leaf.ndim == 0 or leaf.shape[0] != n:
