@@ -75,12 +75,17 @@ class OwnedGradient(Tensor):
         if owned is not None and is_sum and others[0].shape == self.shape:  # autograd accumulates a gradient
             self.added = others[0].clone() if self.added is None else self.added.add_(others[0])
             return self
-        if owned is not None and func is aten.linalg_vector_norm.default and len(args) < 3 and not options:
+        is_norm = func is aten.linalg_vector_norm.default and len(args) < 3 and not options
+        scales = func in _SCALING and not any(isinstance(x, Tensor) and x.ndim for x in others)
+        clears = func is aten.zero_.default
+        if owned is not None and (is_norm or scales) and self.added is not None and not clears and func not in _LINEAR:
+            raise RuntimeError(
+                f"own: {func} reads the gradient of {self.path!r}, part of which is not synchronized yet, as "
+                "after a backward within no_sync; first run the step's last backward, outside of no_sync"
+            )
+        if owned is not None and is_norm:
             return owned.norm_of_gradient(self.path, *(others or [2.0]))
-        if owned is not None and func in _SCALING and not any(isinstance(x, Tensor) and x.ndim for x in others):
-            clears = func is aten.zero_.default
-            if self.added is not None and not clears and func not in _LINEAR:
-                raise not_whole(func, self.path)
+        if owned is not None and scales:
             owned.norms.clear()
             self.added = None if clears else self.added
             for each in (self.part, self.added):
@@ -98,13 +103,6 @@ class OwnedGradient(Tensor):
 
     def __repr__(self, **_: Any) -> str:
         return f"OwnedGradient({self.path!r}, {tuple(self.shape)}, {self.dtype})"
-
-
-def not_whole(reader: Any, path: str) -> RuntimeError:
-    return RuntimeError(
-        f"own: {reader} reads the gradient of {path!r}, part of which is not synchronized yet, as after a backward "
-        "within no_sync; first run the step's last backward, outside of no_sync"
-    )
 
 
 def _unscale(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:

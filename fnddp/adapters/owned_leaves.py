@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fnddp.adapters.owned_gradient import OwnedGradient, not_whole
+from fnddp.adapters.owned_gradient import OwnedGradient
 from fnddp.adapters.owned_optimizer import OwnedOptimizer
 from fnddp.core.state import load_state_dict, state_dict
 from fnddp.core.sync import Sync
@@ -48,7 +48,7 @@ class OwnedLeaves(OwnedOptimizer):
         # Of owners' weights, by name.
         self.dtypes = {x: dtype if dtype and p.is_floating_point() else p.dtype for x, p in self.parameters.items()}
         self.keeps_weights = not (self._is_exact and all(p.dtype == self.dtypes[x] for x, p in self.parameters.items()))
-        self.removed: dict[str, OwnedGradient] = {}  # placeholders, from `.grad` during a backward, by name
+        self.removed: dict[str, OwnedGradient] = {}  # placeholders taken out of `.grad` during a backward, by name
         for name, p in self.parameters.items():
             rows, state = self._rows(name), optimizer.state.pop(p, None)
             if rows.numel():
@@ -142,11 +142,7 @@ class OwnedLeaves(OwnedOptimizer):
     def part_of_gradient(self, name: str) -> Tensor | None:
         """Return the part of a gradient that this rank owns, if any."""
         grad = self.parameters[name].grad
-        if not isinstance(grad, OwnedGradient):
-            return None
-        if grad.added is not None:
-            raise not_whole("a norm", name)
-        return grad.part
+        return grad.part if isinstance(grad, OwnedGradient) else None
 
     def remove_placeholders(self) -> None:
         """Remove placeholders from the model's parameters, because a backward accumulates there."""

@@ -28,7 +28,7 @@ class OuterCheckpoint(Checkpoint):
         self._others = {*others}  # ranks of other workers
         named = {without_wrappers(name): p for name, p in parameters.items()}  # as `parts` names them
         self._attached, self._parameters = owner, dict(sorted(named.items(), key=lambda each: -len(each[0])))
-        self._place = f"shard {place}/" if place else ""  # of a rank without whole parameters
+        self._place = f"shard {place}/" if place else ""  # in keys; empty for a rank with whole parameters
         whole = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
         fresh = owner.outer.init(owner.outer.leaves_of(whole, None))
         # Also by the shape that whole parameters would have: it is the same on all ranks.
