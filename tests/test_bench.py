@@ -118,11 +118,12 @@ def test_a_run_over_a_link(tmp_path: Path, capfd: pytest.CaptureFixture[str], mo
 def test_wrong_arguments_of_launched_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "here"}.items():
         monkeypatch.setenv(name, value)
-    for option, value, message in (
+    for *options, message in (
+        ("--codecs", "--codecs times one rank, but torchrun has started 2"),
         ("--link", "1gbit", "--link only shapes ranks that fnddp starts, but torchrun started these"),
         ("--ranks", "3", "--ranks 3, but torchrun has started 2; remove --ranks"),
     ):
-        assert main.main(["bench", "allreduce", option, value]) == 2
+        assert main.main(["bench", "allreduce", *options]) == 2
         assert capsys.readouterr().err.startswith(f"fnddp bench: {message}")
 
 

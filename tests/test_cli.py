@@ -105,7 +105,7 @@ WRONG = {
         (["--bucket-cap-mb", "nan"], "Invalid value for '--bucket-cap-mb': must be a positive number, got nan"),
         (["--show", "--json"], "--json prints only JSON: remove --show"),
         (["--replicas", "2"], "plan a model's axes: give --shards N"),
-        (["--shards", "2", "--ranks", "4", "--show"], "remove --ranks, --show"),
+        (["--shards", "2", "--ranks", "8", "--show"], "remove --ranks, --show"),
         (["allreduce", "--shards", "2"], "one pipeline is planned, between replicas: give their number, --replicas N"),
         (["--shards", "2", "--gradients", "topk(allgather, k=1)"], "FSDP sends gradients over its own group, as two"),
         (["--shards", "2", "--link", "node=1gbit"], "--link node=1gbit: give shards=..., or one link for all"),

@@ -29,6 +29,8 @@ def model() -> dict[str, torch.Tensor]:
 def test_a_plan_prints_what_each_owner_gets():
     """Three ranks and five leaves, one of which is cut by rows."""
     leaves = model()
+    with pytest.raises(ValueError, match="cut: no leaf is called 'embde'; did you mean 'embed'?"):
+        Owners.of(leaves, 3, cut={"embde"})
     owners = Owners.of(leaves, 3, cut={"embed"})
     shown = str(lower(quantize(to_owners(owners=owners), bits=4), leaves, world_size=3))
     assert f"\n\n{OWNERS}\nslot 0" in shown

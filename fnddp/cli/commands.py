@@ -58,6 +58,7 @@ def demo(
 
 
 def plan(
+    context: typer.Context,
     pipelines: options.Pipelines = None,
     model: options.Model = "transformer",
     ranks: Annotated[
@@ -112,9 +113,8 @@ def plan(
 
     links = link or ["1gbit"]
     if shards is not None or gradients or weights or replicas > 1:
-        others = {"--ranks": ranks != "8", "--step": step is not None, "--backward": backward, "--show": show}
-        others |= {"--bucket-cap-mb": bucket_cap_mb != 25}
-        unfit = [option for option, given in others.items() if given]
+        fit = ("pipelines", "model", "link", "shards", "replicas", "gradients", "weights", "as_json", "imports")
+        unfit = [flag for name, flag in options.given(context).items() if name not in fit]
         if shards is None or unfit:
             fix = f"remove {', '.join(unfit)}" if unfit else "give --shards N, or --shards 1"
             raise WrongArgument(f"--shards, --replicas, --gradients and --weights plan a model's axes: {fix}")
@@ -198,13 +198,13 @@ def bench(
     from fnddp.run.choose import AUTO, Auto
 
     if codecs:
-        flags = {str(each.name): each.opts[0] for each in context.command.params}
-        given = [name for name in flags if str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"]
-        if others := [flags[name] for name in given if name not in ("codecs", "pipelines", "device", "imports")]:
-            left_out = " and ".join(others)
+        fit = ("codecs", "pipelines", "device", "imports")
+        if left_out := " and ".join(flag for name, flag in options.given(context).items() if name not in fit):
             raise WrongArgument(f"--codecs times one rank, without a link or a model: remove {left_out}")
-        checks.check_imports(imports)
-        return bench_codecs.run(pipelines or (), launch.check_ranks(1, device).device)
+        here = launch.check_ranks(None, device, imports=imports, is_shared=True)
+        if here.at is not None and here.count > 1:
+            raise WrongArgument(f"--codecs times one rank, but {here.at.launcher} has started {here.count}")
+        return bench_codecs.run(pipelines or (), here.device)
     here = launch.check_ranks(ranks, device, link, imports, is_shared=True)
     peers, left_out = bench_rank.check_peers(against, here)
     if not pipelines:

@@ -28,6 +28,14 @@ def positive(value: float | None) -> float | None:
     return value
 
 
+def given(context: typer.Context) -> dict[str, str]:
+    """Return the flags of the options on the command line, by the names of the parameters that they set."""
+    flags = {str(each.name): each.opts[0] for each in context.command.params}
+    return {
+        name: flag for name, flag in flags.items() if str(context.get_parameter_source(name)).endswith(".COMMANDLINE")
+    }
+
+
 def _models(context: typer.Context, incomplete: str) -> list[str]:
     refused = {"resnet18"} if context.info_name == "tune" else set[str]()  # its forward changes buffers: see `to_tune`
     refused |= set() if find_spec("sklearn") else {"digits"}

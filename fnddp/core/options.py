@@ -42,7 +42,7 @@ def checked_int(what: str, value: Any) -> int:
     TypeError: powersgd: rank must be an int, got 2.0
     """
     try:
-        number = operator.index(value)
+        number = operator.index(None if isinstance(value, bool) else value)
     except TypeError:
         raise TypeError(f"{what} must be an int, got {value!r}") from None
     if not -(2**63) <= number < 2**63:
@@ -66,7 +66,7 @@ def checked_str(what: str, value: Any) -> str:
 
 def checked_float(what: str, value: Any) -> float:
     """Return `value` as a finite float, or unchanged if it is an int; `what` names it in the ValueError."""
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"{what} must be a finite number, got {value!r}")
     return value if type(value) is int else float(value)
 

@@ -14,6 +14,7 @@ from fnddp.core.codec import Carrier, Layers
 from fnddp.core.expression import CHECKS
 from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import rounded, shortened
+from fnddp.core.options import did_you_mean
 from fnddp.core.sync import Exchange, State, Sync, transform
 from fnddp.core.table import Cut, Hop, Table
 from fnddp.core.tree import Leaves, is_compressible, is_inexact, ordered
@@ -62,6 +63,8 @@ class Owners:
     ) -> "Owners":
         """Return owners as `of` does, but in the order of `leaves`; this order must be the same on all ranks."""
         apart = frozenset(cut)
+        if unknown := min(apart - leaves.keys(), default=None):
+            raise ValueError(f"Owners.of: cut: no leaf is called {unknown!r}{did_you_mean(unknown, leaves)}")
         cost = {path: float(leaf.numel() if costs is None else costs[path]) for path, leaf in leaves.items()}
         load = [sum(cost[path] for path in apart) / n] * n
         whole: dict[str, int] = {}
