@@ -57,6 +57,9 @@ def test_a_transform_that_loses_leaves_is_an_error_and_not_a_skip():
     for run in (sync, fnddp.jit(sync), lambda grads, _: fnddp.lower(sync, grads, world_size=2)):
         with pytest.raises(ValueError, match="return all"):
             run(grads, ())
+    reads = Applied(send=lambda leaves: {} if leaves["w"].any() else leaves)  # so it has no plan
+    with pytest.raises(ValueError, match="return all"):
+        fnddp.jit(reads)(grads, ())
 
 
 def test_switch_holds_one_residual_for_all_stages():
