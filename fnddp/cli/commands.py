@@ -113,8 +113,8 @@ def plan(
 
     links = link or ["1gbit"]
     if shards is not None or gradients or weights or replicas > 1:
-        fit = ("pipelines", "model", "link", "shards", "replicas", "gradients", "weights", "as_json", "imports")
-        unfit = [flag for name, flag in options.given(context).items() if name not in fit]
+        axes = ("shards", "replicas", "gradients", "weights")
+        unfit = options.unfit(context, *axes, "pipelines", "model", "link", "as_json", "imports")
         if shards is None or unfit:
             fix = f"remove {', '.join(unfit)}" if unfit else "give --shards N, or --shards 1"
             raise WrongArgument(f"--shards, --replicas, --gradients and --weights plan a model's axes: {fix}")
@@ -198,8 +198,7 @@ def bench(
     from fnddp.run.choose import AUTO, Auto
 
     if codecs:
-        fit = ("codecs", "pipelines", "device", "imports")
-        if left_out := " and ".join(flag for name, flag in options.given(context).items() if name not in fit):
+        if left_out := " and ".join(options.unfit(context, "codecs", "pipelines", "device", "imports")):
             raise WrongArgument(f"--codecs times one rank, without a link or a model: remove {left_out}")
         here = launch.check_ranks(None, device, imports=imports, is_shared=True)
         if here.at is not None and here.count > 1:

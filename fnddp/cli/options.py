@@ -28,12 +28,12 @@ def positive(value: float | None) -> float | None:
     return value
 
 
-def given(context: typer.Context) -> dict[str, str]:
-    """Return the flags of the options on the command line, by the names of the parameters that they set."""
-    flags = {str(each.name): each.opts[0] for each in context.command.params}
-    return {
-        name: flag for name, flag in flags.items() if str(context.get_parameter_source(name)).endswith(".COMMANDLINE")
-    }
+def unfit(context: typer.Context, *fit: str) -> list[str]:
+    """Return the flags on the command line that set none of the parameters `fit`."""
+    others = [each for each in context.command.params if each.name not in fit]
+    return [
+        each.opts[0] for each in others if str(context.get_parameter_source(str(each.name))).endswith("COMMANDLINE")
+    ]
 
 
 def _models(context: typer.Context, incomplete: str) -> list[str]:

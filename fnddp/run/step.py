@@ -465,7 +465,7 @@ class Step:
         self._wait_all()
         try:
             with self._on_side_stream():
-                self._unused = vote.outcome()
+                self._unused = vote.outcome(waits=self._learns_order)  # a rank that has failed agrees on no order
         except (StepFailedError, ValueError):  # raised on all ranks; others may leave ranks desynchronized
             self.give_up(failed=True)
             raise

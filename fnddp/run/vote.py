@@ -123,11 +123,11 @@ class Vote:
                     for group in self.groups[1:]:
                         self._pass_on_to(group)
 
-    def outcome(self) -> frozenset[str]:
+    def outcome(self, *, waits: bool = False) -> frozenset[str]:
         """Return the leaves for which no rank had a gradient.
 
-        On an accelerator the host waits only if this rank misses a leaf. Otherwise the result is empty, and `notice`
-        reports a failure later.
+        On an accelerator the host waits only if this rank misses a leaf, or with `waits`. Otherwise the result is
+        empty, and `notice` reports a failure later.
 
         Raises:
             StepFailedError: On all ranks: a rank has failed. Not on an accelerator.
@@ -136,7 +136,7 @@ class Vote:
             ValueError: On all ranks: all weights are 0. Not on an accelerator.
         """
         absent = self._absent
-        if self._work is None or (self._device.is_asynchronous and not absent):
+        if self._work is None or (self._device.is_asynchronous and not absent and not waits):
             if not self.groups and not self._counts:
                 raise no_mean()
             return frozenset() if self.groups else absent

@@ -87,6 +87,23 @@ def fail(rank: int, device: str, name: str, number: int, who: int) -> None:
             torch.accelerator.synchronize()
 
 
+def fail_first(rank: int, device: str, name: str, who: int) -> None:
+    """Fail in the first step, in which ranks would agree on the order of gradients: all are told in this step."""
+    training = WAYS[name](device=device)
+    held, raises = training.all, Trap if rank == who else CollectiveError
+    with pytest.raises(raises, match=None if rank == who else "another rank has failed in this step"):
+        training.backward(training.batch(rank, 0, trap="middle" if rank == who else ""))
+    assert training.all == held
+    with pytest.raises(RuntimeError, match=REFUSED.text):
+        training.backward(training.batch(rank, 1))
+
+
+@pytest.mark.parametrize("name", ["module", "value_and_grad", "own"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_others_are_told_of_a_failure_in_the_first_step_at_once(ranks: Any, name: str, who: int) -> None:
+    ranks(2, ORDERS[who], fail_first, name, who)
+
+
 @pytest.mark.parametrize("name", ["module", "register", "value_and_grad", "jit", "own", "diloco"])
 def test_others_are_told_of_a_failure_at_each_point_one_step_later(ranks: Any, name: str) -> None:
     for number in range(ranks(2, ORDERS[0], count, name)[0]):

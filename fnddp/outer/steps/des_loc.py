@@ -59,37 +59,32 @@ class des_loc(Outer):
         object.__setattr__(self, "trees", pairs)
 
     @property
-    def _pairs(self) -> tuple[tuple[str, Outer], ...]:
-        assert isinstance(self.trees, tuple)  # __post_init__ has turned a dict into pairs
-        return self.trees
-
-    @property
     def period(self) -> int:
-        return math.lcm(*(step.period for _, step in self._pairs))
+        return math.lcm(*(step.period for step in dict(self.trees).values()))
 
     @property
     def lead(self) -> int:
-        return max(step.lead for _, step in self._pairs)
+        return max(step.lead for step in dict(self.trees).values())
 
     def leaves_of(self, params: Leaves, moments: Mapping[str, Mapping[str, Any]] | None) -> Leaves:
         return {
             f"{tree}.{name}": p if tree == "params" else _moment(tree, name, p, moments)
-            for tree, _ in self._pairs
+            for tree in dict(self.trees)
             for name, p in params.items()
         }
 
     def anchors(self, state: DesLocState) -> Leaves:
-        found = {name: step.anchors(state.trees[name]) for name, step in self._pairs}
+        found = {name: step.anchors(state.trees[name]) for name, step in dict(self.trees).items()}
         return {f"{name}.{path}": leaf for name, leaves in found.items() for path, leaf in leaves.items()}
 
     def init(self, params: Tree) -> State:
         leaves, _ = tree.flatten(params)
-        return DesLocState({name: step.init(_of(name, leaves)) for name, step in self._pairs})
+        return DesLocState({name: step.init(_of(name, leaves)) for name, step in dict(self.trees).items()})
 
     def step(self, params: Leaves, state: DesLocState, exchanges: Exchanges) -> tuple[Leaves, State]:
         require_state("des_loc", state, DesLocState)
         stepped, states = dict(params), dict(state.trees)
-        for name, step in self._pairs:
+        for name, step in dict(self.trees).items():
             leaves, states[name] = step.step(_of(name, params), state.trees[name], _OfTree(name, exchanges))
             stepped.update({f"{name}.{path}": leaf for path, leaf in leaves.items()})
         return stepped, DesLocState(states)

@@ -158,25 +158,20 @@ class hierarchical_local_sgd(Outer):
         object.__setattr__(self, "levels", tuple(levels))
 
     @property
-    def _pairs(self) -> tuple[tuple[int, Sync], ...]:
-        assert isinstance(self.levels, tuple)  # __post_init__ has turned a dict into pairs
-        return self.levels
-
-    @property
     def period(self) -> int:
-        return math.lcm(*(period for period, _ in self._pairs))
+        return math.lcm(*dict(self.levels))
 
     @property
     def lead(self) -> int:
         return self.start
 
     def init(self, params: Tree) -> State:
-        return LocalSGDState(0, {str(period): sync.init(params) for period, sync in self._pairs})
+        return LocalSGDState(0, {str(period): sync.init(params) for period, sync in dict(self.levels).items()})
 
     def step(self, params: Leaves, state: LocalSGDState, exchanges: Exchanges) -> tuple[Leaves, State]:
         require_state("hierarchical_local_sgd", state, LocalSGDState)
         step, inner = state.step + 1, state.inner
-        due = [(period, sync) for period, sync in self._pairs if step % period == 0 and step > self.start]
+        due = [(period, sync) for period, sync in dict(self.levels).items() if step % period == 0 and step > self.start]
         if due:
             period, sync = due[-1]
             params, after = exchanges.end(f"every {period}", sync, params, inner[str(period)])
