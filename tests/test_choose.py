@@ -15,6 +15,7 @@ from fnddp import Link, choose
 from fnddp.integrations.checkpoint import load, save
 from fnddp.run import choose as choosing
 from fnddp.run import engine
+from fnddp.run.choose import Choice, Cost
 from fnddp.simulation.ranks import RankFailed, run_threads
 from tests.ranks import logged, on_ranks
 
@@ -186,6 +187,12 @@ def test_the_slowest_rank_counts_and_one_that_cannot_measure(fails: bool, monkey
     monkeypatch.setattr(choosing, "measure_segments", seconds)
     assert run_threads(2, _taken) == ["allreduce"] * 2
     assert ("rank 1 could not measure, MemoryError: no room" in caplog.text) == fails
+
+
+def test_groups_of_one_pipeline_count_the_slowest_of_them() -> None:
+    one, other = (Choice((Cost("allreduce", *seconds),)) for seconds in ((3.0, 1.0, 0.0), (2.0, 2.0, 0.5)))
+    assert one.slowest([other]).costs == (Cost("allreduce", 3.0, 2.0, 0.5),)
+    assert one.slowest([Choice()]).costs == ()
 
 
 def test_ranks_that_do_not_all_ask_for_it_raise(slow: None) -> None:

@@ -224,9 +224,10 @@ def test_a_loss_scaler_hears_of_leaves_that_a_rank_does_not_own(rank: int, hops:
     assert state_size(made) == (48 if owned.owners.owner("layers.0.bias") == rank else 0)
 
 
+@pytest.mark.parametrize("sent", ["allgather", "ef21(quantize(allgather))"])
 @pytest.mark.parametrize(("dtype", "lr"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-4)])
 @on_ranks(2)
-def test_weights_in_float32_at_their_owner_alone(rank: int, dtype: torch.dtype, lr: float):
+def test_weights_in_float32_at_their_owner_alone(rank: int, dtype: torch.dtype, lr: float, sent: str):
     """Steps that the model's dtype rounds away add up at the owner, and the model is its weights, rounded.
 
     Also with a loss scaler, which refuses gradients in float16; and a state that the optimizer loads stays in float32.
@@ -236,7 +237,8 @@ def test_weights_in_float32_at_their_owner_alone(rank: int, dtype: torch.dtype, 
         nn.init.constant_(each.weight, 1.0)
         nn.init.constant_(each.bias, 1.0)
     sgd, theirs = (torch.optim.SGD(each.parameters(), lr, momentum=0.3) for each in (model.to(dtype), reference))
-    owned, scaler = fnddp.own(model, sgd, master_dtype=torch.float32), torch.amp.GradScaler("cpu", init_scale=2.0)
+    owned = fnddp.own(model, sgd, weights=sent, master_dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for _ in range(8):
         scaler.scale(owned(torch.ones(1, 64, dtype=dtype)).sum()).backward()
         reference(torch.ones(1, 64)).sum().backward()

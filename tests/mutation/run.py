@@ -39,14 +39,14 @@ SUITES = {
     "run": (
         ("fnddp/run/*.py",),
         "engine adapters stats weights functional backward backends kinds wire module schedules "
-        "plan failures choose drop_in/",
+        "plan failures choose ways drop_in/ accelerator/test_ways accelerator/test_graphs",
     ),
     "memory": (("fnddp/transforms/memory.py",), "memory transforms schedules laws"),
     "transforms": (("fnddp/transforms/*.py",), "transforms powersgd schedules codecs memory laws carriers"),
     "module": (
         ("fnddp/adapters/**/*.py",),
         "stats backward backward_life nested_backward adapters drop_in/ functional weights module register owners "
-        "wire state agreement checkpoint schedules choose transforms failures ways",
+        "wire state agreement checkpoint schedules choose transforms failures ways accelerator/test_graphs",
     ),
 }
 
