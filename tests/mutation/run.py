@@ -39,21 +39,21 @@ SUITES = {
     "run": (
         ("fnddp/run/*.py",),
         "engine adapters stats weights functional backward backends kinds wire module schedules "
-        "plan failures choose ways drop_in/ accelerator/test_ways accelerator/test_graphs",
+        "plan failures choose ways drop_in/ accelerator/test_ways.py accelerator/test_graphs.py",
     ),
     "memory": (("fnddp/transforms/memory.py",), "memory transforms schedules laws"),
     "transforms": (("fnddp/transforms/*.py",), "transforms powersgd schedules codecs memory laws carriers"),
     "module": (
         ("fnddp/adapters/**/*.py",),
         "stats backward backward_life nested_backward adapters drop_in/ functional weights module register owners "
-        "wire state agreement checkpoint schedules choose transforms failures ways accelerator/test_graphs",
+        "wire state agreement checkpoint schedules choose transforms failures ways accelerator/test_graphs.py",
     ),
 }
 
 
 def paths_of(suite: str) -> list[str]:
     files, tests = SUITES[suite]
-    names = [name if name.endswith("/") else f"test_{name}.py" for name in tests.split()]
+    names = [name if "/" in name else f"test_{name}.py" for name in tests.split()]
     return [*(pattern.partition("/*")[0] for pattern in files), *(f"tests/{name}" for name in names)]
 
 
