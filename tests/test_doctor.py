@@ -65,7 +65,7 @@ def test_every_rank_reports_a_failure_and_each_host_a_wrong_argument_once(capsys
 @pytest.mark.timeout(2 * SECONDS)
 def test_trace_writes_both_timelines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "step.json"
-    assert main.main(["trace", "fp16(allreduce)", "--model", SMALL, "--out", str(out)]) == 0
+    assert main.main(["trace", "switch({0: allreduce, 3: fp16(allreduce)})", "--model", SMALL, "--out", str(out)]) == 0
     said = capsys.readouterr().out
     wire = f"wire {2 * (64 * 32 + 32):,} B"
     for expected in ("measured", "predicted", "all ranks have measured at once", "exposed", wire, f"Wrote {out}"):

@@ -45,6 +45,8 @@ def test_has_aux_and_keyword_arguments():
     (loss, aux), grads, _ = step({"w": torch.ones(2)}, (), torch.tensor([1.0, 2.0]), scale=3.0)
     assert (loss.item(), aux["twice"].item(), grads["w"].tolist()) == (9.0, 18.0, [3.0, 6.0])
     assert not aux["twice"].requires_grad
+    with pytest.raises(TypeError, match=r"must return \(loss, aux\), got a Tensor"):
+        fnddp.value_and_grad(lambda params: params["w"], allreduce, has_aux=True)({"w": torch.ones(2)}, ())
 
 
 @on_ranks(2, threads=True)

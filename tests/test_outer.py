@@ -283,6 +283,7 @@ def test_fragments_are_runs_of_about_the_same_size():
         ("diloco(allreduce, every=2, momentum=1)", r"momentum must be in \[0, 1\)"),
         ("diloco(all_reduce(op='sum'), every=2)", "takes a sum; parameters need a mean"),
         ("diloco(every(2, allreduce), every=2)", "skips some leaves in some steps"),
+        ("diloco(partition({'a': none, '*': allreduce}), every=2)", "different means of some leaves, but the anchor"),
         ("local_sgd(every=2.5)", "every must be an int"),
         ("local_sgd(every=2, sync=3)", "must be a pipeline"),
         ("post_local_sgd(start=-1, every=2)", "start must be at least 0"),
@@ -348,8 +349,8 @@ def simulated(step: outer.Outer, steps: int, optimizer: Any = SGD, n: int = 4, *
 
 @pytest.mark.parametrize("optimizer", [SGD, partial(torch.optim.AdamW, lr=0.05)])
 def test_an_optimizer_for_all_ranks_is_one_for_each(optimizer: Any):
-    step = outer.diloco(two_shot, every=3)
-    one, each = (simulated(step, 7, optimizer, elementwise=elementwise) for elementwise in (True, False))
+    step, options = outer.diloco(two_shot, every=3), {"optimizer": optimizer, "sync": "every(3, allreduce)"}
+    one, each = (simulated(step, 7, elementwise=elementwise, **options) for elementwise in (True, False))
     torch.testing.assert_close(one.params, each.params, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(one.losses, each.losses, rtol=1e-5, atol=1e-6)
 

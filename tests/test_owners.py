@@ -558,6 +558,9 @@ def test_models_and_optimizers_that_do_not_fit_are_refused_on_all_ranks(rank: in
     with pytest.raises(fnddp.RankMismatchError, match="ranks disagree about"):
         fnddp.own(model, order)
     owned = fnddp.own(model, [muon, adamw])  # after all of these
+    for wrong, error, text in (("auto", TypeError, "name a pipeline"), ("two", ValueError, "two")):
+        with pytest.raises(error if rank else fnddp.RankMismatchError, match=text):
+            owned.sync = wrong if rank else "two_shot"
     loss_of(owned(batch(rank, 0))).backward()
     muon.step()
 

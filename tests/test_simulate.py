@@ -26,7 +26,7 @@ def stacked(name: str, n: int) -> dict[str, Tensor]:
 def test_a_simulated_mean_has_no_dimension_of_ranks(name):
     """Whatever a mean is decoded to is made from what all ranks have, and not from the ranks' own leaves."""
     simulation = simulate(fnddp.parse(EXAMPLES[name]), 3)
-    grads = {"a.weight": torch.randn(3, 6, 5), "b": torch.randn(3, 7)}
+    grads = {"a.weight": torch.randn(3, 6, 5), "b": torch.randn(3, 7), "c": torch.randn(3, 0, 2)}
     weight = [1.0, 2.0, 3.0] if simulation.sync.takes_weight else None
     done = simulation.exchange(grads, simulation.init(grads), weight=weight)
     for path, mean in done.mean.items():

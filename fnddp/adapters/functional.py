@@ -173,6 +173,10 @@ def _backward(
             variable.register_post_accumulate_grad_hook(partial(arrives, path))
         first = next_node_number()  # older nodes belong to the caller's graph and must not run
         result = loss_of(variables, *batch)
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            f"value_and_grad: with has_aux=True loss_fn must return (loss, aux), got a {type(result).__name__}"
+        )
     loss, aux = result if has_aux else (result, None)
     if not isinstance(loss, Tensor) or loss.ndim > 0:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

@@ -17,7 +17,7 @@ from fnddp.core import collectives
 from fnddp.core.agreement import RankMismatchError, agree
 from fnddp.core.group import Group, group_name
 from fnddp.core.state import describe
-from fnddp.core.sync import State, Sync
+from fnddp.core.sync import Sync
 from fnddp.device import device_of
 from fnddp.plan.plan import Plan
 from fnddp.reducers.halves import Owners, with_halves
@@ -97,7 +97,7 @@ class OwnerDataParallel(OwnedStates, DistributedDataParallel):
     """
 
     owned: Sequence[OwnedLeaves]
-    _steps_class, _takes_in_thawed = _OwnerSteps, False  # thawed parameters would have no owners
+    _steps_class, _measures, _takes_in_thawed = _OwnerSteps, False, False  # thawed parameters would have no owners
 
     def __init__(
         self,
@@ -260,8 +260,8 @@ class OwnerDataParallel(OwnedStates, DistributedDataParallel):
     def __getstate__(self) -> NoReturn:
         raise TypeError("own: it has the optimizers of this process; copy or pickle model.module, and call own again")
 
-    def _agreed(self, sync: Sync | str, *, verify: bool) -> tuple[Sync, State]:
-        return super()._agreed(with_halves(first_hop("own", sync), self._half), verify=verify)
+    def _read(self, sync: Sync | str) -> Sync:
+        return with_halves(first_hop("own", sync), self._half)
 
 
 def own(

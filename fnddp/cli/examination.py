@@ -266,7 +266,6 @@ def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | tuple[str, Grid
         step()
     if model.plan is None:
         raise TypeError(f"{sync!r} reads values or runs foreign code, so it has no plan to predict steps from")
-    compute = replace(compute, segments=measure_segments(model.plan, model.sync_state))
     yield Stage("recording")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 prints that a profile starts, and ends
     dist.barrier()
@@ -277,7 +276,7 @@ def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | tuple[str, Grid
     with tempfile.TemporaryDirectory() as folder:
         profiler.export_chrome_trace(f"{folder}/step.json")
         measured = Path(folder, "step.json").read_text()
-    on = link or Link(math.inf)
+    on, compute = link or Link(math.inf), replace(compute, segments=measure_segments(model.plan, model.sync_state))
     stats, predicted = model.sync_stats(), model.plan.predict(on, compute)
     pairs = {
         "step": (seconds, predicted.seconds),
@@ -286,7 +285,7 @@ def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | tuple[str, Grid
         "exposed": (stats["exposed_seconds"], predicted.exposed_seconds),
     }
     rows = [(name, *(duration(each or 0.0) for each in pair)) for name, pair in pairs.items()]
-    legend = {"predicted": "from what all ranks have measured at once, before that step"}
+    legend = {"predicted": "from what all ranks have measured at once"}
     note = f"{f'link {link}' if link else 'one rank'}; wire {stats['wire_bytes']:,} B"
     table = Grid("part", {"measured": 2, "predicted": 1}, rows, legend, note)
     yield beside(measured, model.plan.to_trace(on, compute)), table

@@ -21,8 +21,7 @@ from fnddp.core.sync import REPLICATED, State, Sync, all_in, groups_of
 from fnddp.core.tree import Leaves
 from fnddp.outer.attached import Attached
 from fnddp.outer.attached import attach as attach_outer
-from fnddp.outer.contract import Outer
-from fnddp.outer.contract import parse as parse_outer
+from fnddp.outer.contract import Outer, outer_of
 from fnddp.outer.shards import local as locally
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.choose import AUTO
@@ -439,7 +438,7 @@ def attach(
     Source: Douillard et al., "Decoupled DiLoCo", arXiv 2604.21428: it merges the replicas that arrive within a grace
     period, weighted by their tokens. Deviation: a late replica waits for the others' next exchange.
     """
-    step = parse_outer(outer) if isinstance(outer, str) else outer
+    step = outer_of("torchft.attach: outer", outer)
     replicas, has_committed = ManagerWire(manager), False
     key, known = f"{_KEY}.outer", manager._user_state_dicts  # pyright: ignore[reportPrivateUsage]
     if key in known:

@@ -18,7 +18,7 @@ from fnddp.core.sync import REPLICATED, State
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of
 from fnddp.outer.checkpoint import OuterCheckpoint
-from fnddp.outer.contract import Outer
+from fnddp.outer.contract import Outer, outer_of
 from fnddp.outer.overlapped import Overlapped
 from fnddp.outer.plan import OuterPlan, Recorded, lower
 from fnddp.outer.shards import WorkerShards, local, locals_of, shards_of
@@ -37,7 +37,7 @@ _TOKENS, _TOKENS_SENT, _TOKENS_OPEN = "tokens", "tokens sent", "tokens of open e
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    outer: Outer,
+    outer: Outer | str,
     *,
     wire: Wire = C10D,
     group: Group = None,
@@ -57,7 +57,7 @@ def attach(
     Args:
         model: Parameters that require gradients are exchanged. It must not average gradients over the same ranks.
         optimizer: The outer step runs after its steps; None if the caller runs `Attached.step`.
-        outer: The outer step.
+        outer: The outer step, or its text.
         wire: The transport of messages; torch.distributed by default.
         group: The ranks that exchange, if the pipelines of `outer` name no group; None for the default group. Its
             ranks call this; if it is a dimension of a mesh, all ranks of the mesh. For a model sharded by FSDP2 pass
@@ -85,18 +85,18 @@ def attach(
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def fitted() -> Outer:
-        if not isinstance(outer, Outer):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                f"outer.attach: outer={outer!r} is a {type(outer).__name__}; expected an outer step, such as "
-                "fnddp.outer.diloco(allreduce, every=30), which fnddp.outer.parse makes from text"
-            )
-        over = outer if group is None else outer.over(group, unnamed_only=True)
+        over = outer_of("outer.attach: outer", outer)
+        over = over if group is None else over.over(group, unnamed_only=True)
         return over.sized(shards.sizes) if shards.sizes else over
 
     def described() -> dict[str, str]:
         outer = fitted()
         if not parameters:
             raise ValueError("outer.attach: no parameter of the model requires gradients")
+        if not isinstance(optimizer, torch.optim.Optimizer | None):
+            raise TypeError(
+                f"outer.attach: optimizer is a {type(optimizer).__name__}; of several pass the one that steps last"
+            )
         if optimizer is None and outer.wants_moments:
             raise ValueError(f"outer.attach: {outer!r} exchanges the moments of an optimizer; pass the optimizer")
         like = {name: torch.empty_like(local(p), device="meta") for name, p in parameters.items()}
@@ -327,8 +327,11 @@ class Attached:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a `state_dict` of the same outer step, on all ranks; load the model and the optimizer too."""
         counted = (_TOKENS, _TOKENS_SENT, _TOKENS_OPEN)
-        of_step = {key: each for key, each in saved.items() if key not in counted}
-        self.prepare_state(lambda: load_state_dict(self._state, of_step))()
+
+        def read() -> State:
+            return load_state_dict(self._state, {key: each for key, each in saved.items() if key not in counted})
+
+        self.prepare_state(read)()
         self._count_from(saved.get(_TOKENS), saved.get(_TOKENS_SENT, {}), saved.get(_TOKENS_OPEN, {}))
 
     def replicated_state_dict(self) -> dict[str, Any]:

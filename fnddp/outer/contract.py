@@ -147,6 +147,14 @@ def parse(text: str) -> Outer:
     return read(text, ChainMap(outers, registry), Outer, "an outer step; write for example diloco(allreduce, every=30)")
 
 
+def outer_of(what: str, outer: Outer | str) -> Outer:
+    """Return the outer step that is given, as a value or a text; `what` begins the TypeError for another value."""
+    made = parse(outer) if isinstance(outer, str) else outer
+    if not isinstance(made, Outer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"{what} must be an outer step, such as diloco(allreduce, every=30), got {made!r}")
+    return made
+
+
 def require_unweighted(step: Outer) -> None:
     """Raise a TypeError if `step` needs weights, because only `attach` passes them."""
     if step.takes_weight:

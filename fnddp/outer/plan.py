@@ -9,7 +9,7 @@ import torch
 from fnddp.core import tree
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves, Tree
-from fnddp.outer.contract import Exchanges, Outer
+from fnddp.outer.contract import Exchanges, Outer, outer_of
 from fnddp.plan.lower import lower as lower_sync
 from fnddp.plan.lower import planned_world
 from fnddp.plan.plan import Plan
@@ -85,7 +85,7 @@ class OuterPlan:
         return "\n".join(lines)
 
 
-def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) -> OuterPlan:
+def lower(outer: Outer | str, params: Tree, *, world_size: WorldSize | None = None) -> OuterPlan:
     """Return the plan of a period of `outer`, found by running it on tensors without values.
 
     Nothing is sent. The plan of each exchange prints and costs itself: `plan.exchanges[0].plan.estimate(link)`.
@@ -108,6 +108,7 @@ def lower(outer: Outer, params: Tree, *, world_size: WorldSize | None = None) ->
     >>> plan.exchanges[0].starts, plan.exchanges[0].ends, plan.bytes_per_step
     (5, 8, 15667.2)
     """
+    outer = outer_of("outer.lower: outer", outer)
     leaves = {path: torch.empty_like(leaf, device="meta") for path, leaf in tree.flatten(params)[0].items()}
     world = planned_world(outer, outer.groups, world_size)
     recorded = Recorded()

@@ -10,7 +10,7 @@ from fnddp.core import tree
 from fnddp.core.state import parts
 from fnddp.core.sync import State, Sync
 from fnddp.core.tree import Leaves, Tree
-from fnddp.outer.contract import Exchanges, Outer, require_unweighted
+from fnddp.outer.contract import Exchanges, Outer, outer_of, require_unweighted
 from fnddp.simulation.simulate import Simulation, of_rank, require_rows, with_rows
 from fnddp.simulation.simulate import simulate as simulate_sync
 from fnddp.simulation.training import LocalOptimizers, MakeOptimizer, Trained, train_ranks
@@ -19,7 +19,7 @@ from fnddp.wire.groups import World, within
 from fnddp.wire.simulated import Division, SimulatedRanks
 
 
-def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "OuterSimulation":
+def simulate(outer: Outer | str, world_size: int, *, groups: Mapping[str, Division] | None = None) -> "OuterSimulation":
     """Return a simulation of `outer` on `world_size` virtual ranks, a function of the stacked parameters of all ranks.
 
     `fnddp.simulate` runs its pipelines; they cannot be `weighted`. See there for bit-exact carriers, errors (raised
@@ -32,6 +32,7 @@ def simulate(outer: Outer, world_size: int, *, groups: Mapping[str, Division] | 
     >>> params["w"].tolist()
     [[2.5], [2.5]]
     """
+    outer = outer_of("outer.simulate: outer", outer)
     require_unweighted(outer)
     return OuterSimulation(outer, world_size, dict(groups or {}))
 
@@ -88,7 +89,7 @@ def simulate_training(
     loss_fn: Callable[..., Tensor],
     params: Tree,
     batches: Iterable[tuple[Tensor, ...]],
-    outer: Outer,
+    outer: Outer | str,
     *,
     world_size: int,
     optimizer: MakeOptimizer,
@@ -121,6 +122,7 @@ def simulate_training(
     >>> done.losses.shape, bool(done.losses[0].mean() > 1), bool(done.losses[-1].mean() < 1e-3)
     (torch.Size([200, 4]), True, True)
     """
+    outer = outer_of("outer.simulate_training: outer", outer)
     if outer.wants_moments and not elementwise:
         raise ValueError(
             "simulate_training: the outer step exchanges moments, so one optimizer must serve all ranks; pass "
@@ -138,7 +140,8 @@ def simulate_training(
         nonlocal state, sync_state
         if gradients is not None:
             mean, sync_state = gradients(grads, sync_state)
-            grads = {path: mean[path].expand_as(leaf) for path, leaf in leaves.items()}
+            given = [(path, mean[path], leaf) for path, leaf in leaves.items()]
+            grads = {path: each if each is None else each.expand_as(leaf) for path, each, leaf in given}
         local.step(grads)
         before = outer.leaves_of(leaves, local.state if outer.wants_moments else None)
         stepped, state = simulation(before, state)

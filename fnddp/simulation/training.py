@@ -190,17 +190,19 @@ class LocalOptimizers:
     """One optimizer for `leaves`; or, with `by_rank`, one for each rank on its row of all leaves."""
 
     def __init__(self, make: MakeOptimizer, leaves: Leaves, *, by_rank: bool = False) -> None:
-        self._by_rank = by_rank
-        self._leaves = self._split(leaves)
+        self._by_rank, self._leaves = by_rank, [leaves]
+        if by_rank:
+            self._leaves = [dict(zip(leaves, rows, strict=True)) for rows in zip(*leaves.values(), strict=True)]
         self._optimizers = [several(make(list(leaves.values()))) for leaves in self._leaves]
         for leaves, optimizers in zip(self._leaves, self._optimizers, strict=True):
             _require_each_once(leaves, optimizers)
 
     def step(self, grads: Means) -> None:
         """Step with `grads`, laid out as the leaves are; None for no update."""
-        for leaves, own, optimizers in zip(self._leaves, self._split(grads), self._optimizers, strict=True):
+        for rank, (leaves, optimizers) in enumerate(zip(self._leaves, self._optimizers, strict=True)):
             for path, leaf in leaves.items():
-                leaf.grad = own[path]
+                grad = grads[path]
+                leaf.grad = grad[rank] if grad is not None and self._by_rank else grad
             for optimizer in optimizers:
                 optimizer.step()
 
@@ -209,11 +211,6 @@ class LocalOptimizers:
         """The state of the first rank's leaves, by path."""
         of = {leaf: state for optimizer in self._optimizers[0] for leaf, state in optimizer.state.items()}
         return {path: of.get(leaf, {}) for path, leaf in self._leaves[0].items()}
-
-    def _split(self, leaves: Any) -> list[Any]:
-        if not self._by_rank:
-            return [leaves]
-        return [dict(zip(leaves, rows, strict=True)) for rows in zip(*leaves.values(), strict=True)]
 
 
 def _require_each_once(leaves: Leaves, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -98,6 +98,7 @@ class DistributedDataParallel(TorchNames):
     """The class that turns its backwards into steps."""
 
     _takes_in_thawed: ClassVar[bool] = True
+    _measures: ClassVar[bool] = True  # "auto" may choose the pipeline
     _is_copy = False  # True if copied or unpickled where models synchronize on the group already
 
     def __init__(
@@ -415,12 +416,12 @@ class DistributedDataParallel(TorchNames):
     def _agreed(self, sync: Sync | str, *, verify: bool) -> tuple[Sync, State]:
         """Return the pipeline as it will run, and its initial state."""
         made: list[tuple[Sync, State]] = []
-        if sync == AUTO:
+        if sync == AUTO and self._measures:
             with device_of(self.device).selected():
                 sync = automatic(self._trained.gradients, self._group, self._wire)
 
         def begin() -> dict[str, str]:
-            given = pipeline_of("DistributedDataParallel: sync", sync)
+            given = self._read(sync)
             pipeline = arguments.with_wire_dtype(given, self.mixed_precision).over(self._group, unnamed_only=True)
             grads = self._trained.gradients()
             made.append((pipeline, pipeline.init(grads)))
@@ -438,6 +439,9 @@ class DistributedDataParallel(TorchNames):
         else:
             begin()
         return made[-1]
+
+    def _read(self, sync: Sync | str) -> Sync:
+        return pipeline_of("DistributedDataParallel: sync", sync)
 
     def _set_up(self, pipeline: Sync, initial: State) -> None:
         """Create the attributes that are neither copied nor pickled, and begin with `pipeline` in state `initial`."""

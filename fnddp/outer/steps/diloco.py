@@ -27,6 +27,11 @@ class Descending(Outer):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_options(self, self.sync, every=1)
+        if not self.sync.agrees:
+            raise TypeError(
+                f"{type(self).__name__}: {self.sync!r} gives ranks different means of some leaves, but the anchor must "
+                "be the same on all; local_sgd has none"
+            )
         for name in ("momentum", "alpha"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{type(self).__name__}: {name} must be in [0, 1), got {getattr(self, name)!r}")
