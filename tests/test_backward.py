@@ -19,12 +19,13 @@ from torch.utils.checkpoint import checkpoint
 import fnddp
 from fnddp import DistributedDataParallel as DDP
 from fnddp import StepFailedError, allreduce, error_feedback, fp16
+from fnddp.adapters import backward
 from fnddp.adapters.checkpoint import combined, shares
 from fnddp.laws import bits, gather
 from fnddp.run.vote import Vote
 from tests.models import Parts
 from tests.ranks import on_ranks
-from tests.ways import failing
+from tests.ways import Interrupt, failing, interrupted
 
 MEAN = 1.5
 
@@ -274,6 +275,7 @@ GO_ON: dict[str, Any] = {
     "state_dict": lambda model, _: model.state_dict(sync_state=True),
     "deepcopy": lambda model, _: copy.deepcopy(model),
     "another model": lambda _, other: other(x_of(1)),
+    "a compiled model": lambda model, _: torch.compile(model, backend="eager")(x_of(1)),
 }
 
 
@@ -330,6 +332,18 @@ def test_a_step_that_fails_at_its_end_fails_the_others_of_its_backward(rank: int
     assert [p.grad for p in first.parameters()] == [None, None]
     step(False)
     assert first.sync_stats()["failed_steps"] == 1
+
+
+@on_ranks(2)
+def test_an_interrupt_before_several_steps_end_fails_all_of_them(rank: int) -> None:
+    models = [DDP(TwoLayers()), DDP(TwoLayers())]
+    stops = interrupted(backward, "in_order") if rank == 1 else nullcontext()
+    with pytest.raises(Interrupt if rank == 1 else StepFailedError), stops:
+        models[1](models[0](x_of(rank))).backward()
+    for model in models:
+        model(x_of(rank)).backward()
+        assert [p.grad.item() for p in model.parameters()] == [MEAN, MEAN]
+        assert model.sync_stats()["failed_steps"] == 1
 
 
 @pytest.mark.parametrize("all_drop", [False, True])

@@ -196,6 +196,7 @@ class Backward:
                 begin_next([self.engine])
             self.fail(error)
 
+    @torch_private.untraced
     def require_idle(self) -> None:
         """Fail a step that is still open, on all ranks, without raising: its backward did not finish.
 
@@ -285,10 +286,11 @@ class _Ending:
     def __call__(self) -> None:
         with _lock:
             _endings.pop(self._task, None)  # code that runs from now on may begin another one
-        self.shared.begun, self.shared.awaited = {}, {}
+        self.shared.awaited = {}
         backwards = in_order(self.ends) if len(self.ends) > 1 else [*self.ends]
         failure = self._known_failure(backwards) if len(backwards) > 1 else None
         for backward in backwards:
+            self.shared.begun.pop(backward, None)
             try:
                 with applying(backward.engine):
                     if (

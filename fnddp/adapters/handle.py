@@ -152,6 +152,7 @@ class HasPipeline:
         """Continue with `sync`, from its initial state. All ranks call it, between steps."""
         raise NotImplementedError
 
+    @torch_private.untraced
     def _require_one_choice(self, other_groups: Iterable[str | None] = ()) -> None:
         """Raise a RankMismatchError on all ranks if checkpoints replaced the choice of "auto" by different pipelines.
 

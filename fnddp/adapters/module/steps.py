@@ -303,7 +303,8 @@ class Steps:
             try:
                 run(step)
             except UnexpectedGradient as error:
-                raise self._named(error) from None
+                self.backward.fail_all(named := self._named(error))
+                raise named from None
 
     def _named(self, error: BaseException) -> BaseException:
         """Translate an UnexpectedGradient into an error about the module; return other errors unchanged."""
