@@ -1,7 +1,6 @@
 """A pipeline in an existing `torch.nn.parallel.DistributedDataParallel`, through its communication hook."""
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from fnddp import torch_private
-from fnddp.adapters.backward import Backward, WeakHook, as_trained
+from fnddp.adapters.backward import Backward
 from fnddp.adapters.handle import PipelineHandle
 from fnddp.adapters.module.slots import Slots, WrappedParameters
 from fnddp.core.agreement import agree, description
@@ -51,7 +49,6 @@ class Handle(PipelineHandle):
         self._layouts: dict[tuple[int, ...], _Layout] = {}  # of buckets, by the identities of their parameters
         self._grads_are_views = model.gradient_as_bucket_view
         self._backward = Backward(self._engine)
-        self._looks_between = False
 
     def _feed(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         # Not by bucket index: in the first step of a static graph DDP gives index 0 to all buckets.
@@ -70,7 +67,6 @@ class Handle(PipelineHandle):
         if is_first:
             self._world.require_same()
             self._backward.begin()
-            self._look_between()
         layout = bucket.layout
         if not bucket.buffer.is_sparse:
             self._require_laid_out_alike(bucket)
@@ -105,21 +101,6 @@ class Handle(PipelineHandle):
                     "its buckets, which store gradients in those strides; change the memory format before wrapping "
                     "the module"
                 )
-
-    def _look_between(self) -> None:
-        """Poll collectives between buckets too, from the first step in which segments wait for them."""
-        if not self._looks_between and self._engine.step is not None and self._engine.step.is_polled:
-            self._looks_between = True
-            poll = WeakHook(self, Handle._look, "")
-            hooks: list[RemovableHandle] = []
-            for parameter in self._parameters.values():
-                with as_trained(parameter):
-                    hooks.append(parameter.register_post_accumulate_grad_hook(poll))
-            weakref.finalize(self, _remove, hooks).atexit = False
-
-    def _look(self, _: str, __: Tensor) -> None:
-        if (step := self._backward.step) is not None:
-            self._backward.attempt(step.poll)
 
     def _before_forward(self) -> None:
         # A forward fails the open step, because that step's backward did not finish. Exceptions are a forward within
@@ -191,11 +172,6 @@ def _is_laid_out_by(strides: tuple[int, ...], parameter: Tensor) -> bool:
 
 def _wrapped(model: DistributedDataParallel) -> WrappedParameters:
     return WrappedParameters.of(model.module, model.parameters_to_ignore, ())
-
-
-def _remove(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 class _Layout(NamedTuple):

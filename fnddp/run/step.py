@@ -171,11 +171,6 @@ class Step:
         inputs = self._program.inputs
         return frozenset(each.path for each, has_arrived in zip(inputs, self._put, strict=True) if not has_arrived)
 
-    @property
-    def is_polled(self) -> bool:
-        """True if the step may continue as soon as a collective is complete, without a new gradient: see `poll`."""
-        return self._program.is_polled
-
     # Gradients
 
     def put(self, position: int, grad: Tensor, *, keep: bool = False, at_once: bool = True) -> bool:
@@ -266,11 +261,6 @@ class Step:
             while self._next < len(segments) and self._is_ready(segments[self._next].segment, block):
                 self._run(segments[self._next])
                 self._next += 1
-
-    def poll(self) -> None:
-        """Call `advance` if `POLL_SECONDS` have passed and a collective that a segment waits for is complete."""
-        if self.is_open and self._is_due():
-            self.advance()
 
     # The end
 
