@@ -82,7 +82,7 @@ def shards_of(
         return {_MODEL: "sharded by fully_shard"}
 
     agree_over(check, _everyone(group if isinstance(wire, C10d) else largest, largest))
-    groups = tuple(dict.fromkeys(group_name((largest, dim)) for dim in range(largest.ndim)))
+    groups = tuple(dict.fromkeys(groups_of(largest)))
     voters = groups if isinstance(wire, C10d) else ()
     place = f"{largest.get_coordinate()} of {list(largest.shape)}"
     sizes = {name: p.numel() for name, p in sharded.items()}
@@ -120,6 +120,10 @@ def _require_workers(group: Group, shards: DeviceMesh) -> None:
 
 def ranks_of(mesh: DeviceMesh) -> set[int]:
     return set(mesh.mesh.flatten().tolist())
+
+
+def groups_of(mesh: DeviceMesh) -> list[str | None]:
+    return [group_name((mesh, dim)) for dim in range(mesh.ndim)]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Muon on FSDP2's shards: owners have whole matrices during a step; after it, matrices are shards again."""
 
 import math
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain, zip_longest
 from typing import Any
@@ -21,7 +21,9 @@ from fnddp.core.state import describe
 from fnddp.core.sync import Sync
 from fnddp.core.table import Cut, Hop, Table
 from fnddp.core.tree import Leaves, without_wrappers
+from fnddp.integrations.fsdp.replicas import replicas_of
 from fnddp.integrations.fsdp.unit import layers_of
+from fnddp.outer.shards import groups_of
 from fnddp.reducers.halves import Owners, to_all
 from fnddp.run.hops import options_of, owners_of, require_ownable, second_hop
 from fnddp.run.vote import StepFailedError
@@ -45,7 +47,6 @@ class Matrices(OwnedOptimizer, OwnedStates):
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, Any],
         group: str | None,
-        groups: Sequence[str | None],
         gradients: Sync,
         weights: Sync,
         bucket_cap: float,
@@ -53,7 +54,6 @@ class Matrices(OwnedOptimizer, OwnedStates):
         n = collectives.world_size(group)
         owners = owners_of(parameters, optimizer, n, lambda _, p: p.numel() * min(p.shape), cut=False)
         super().__init__(model, optimizer, parameters, owners, group)
-        self._groups = groups
         self._shards = Owners(n, owners.shapes, ())  # rows of each matrix, as FSDP cuts it
         sizes = {name: self._shards.sent_shape(name).numel() for name in parameters}
         self._table = Table(n, {name: Cut(sizes[name], sizes[name], owners.owner(name)) for name in parameters})
@@ -173,7 +173,7 @@ class Matrices(OwnedOptimizer, OwnedStates):
         return [name for name, is_changed in zip(self.parameters, flags, strict=True) if is_changed]
 
     def _highest(self, values: list[int]) -> list[int]:
-        for group in self._groups:  # of HSDP's replicas, too
+        for group in _everyones(self._model, self.parameters.values()):  # replicas may be new
             values = control.highest_of(values, group)
         return values
 
@@ -299,7 +299,8 @@ def own_matrices(
     Owners are balanced by rows x columns x the smaller of both. Before the step everything is as in FSDP: gradients are
     shards, so clipping and loss scalers work as with any DTensor. An owner stores its matrices and their optimizer
     state, 1 / n of all, in addition to its shards. Each rank copies its shards, to detect values loaded into
-    them, and to restore them if a step fails. With HSDP each replica does the same. Step hooks see shards.
+    them, and to restore them if a step fails. With HSDP and `compress_replicas` each replica does
+    the same. Step hooks see shards.
 
     The wrong choice for optimizers that compute each element independently: they can run on shards.
 
@@ -334,14 +335,18 @@ def own_matrices(
         lines |= options_of(type(optimizer).__name__, optimizer)
         return {"gradients": repr(read[0]), "weights": repr(read[1]), "bucket_cap_mb": str(bucket_cap_mb)} | lines
 
-    shards = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"] if isinstance(p, DTensor)]
-    meshes = [mesh.get_group(dim) for mesh in [p.device_mesh for p in shards[:1]] for dim in range(mesh.ndim)]
-    groups = [group_name(each) for each in meshes] or [None]
-    agree_over(set_up, groups, call="own_matrices")
+    theirs = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    agree_over(set_up, _everyones(model, theirs), call="own_matrices")
     parameters, group, first, second = made[-1]
     if bucket_cap_mb is None:
         bucket_cap_mb = 25.0 if type(optimizer) is torch.optim.Muon else math.inf
-    return Matrices(model, optimizer, parameters, group, groups, first, second, bucket_cap_mb * 2**20)
+    return Matrices(model, optimizer, parameters, group, first, second, bucket_cap_mb * 2**20)
+
+
+def _everyones(model: nn.Module, parameters: Iterable[Tensor]) -> list[str | None]:
+    """Return the groups that, one after the other, spread an error of one rank to all shards and replicas."""
+    mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
+    return [*([None] if mesh is None else groups_of(mesh)), *(each.group for each in replicas_of(model))]
 
 
 def _state_of(name: str, p: DTensor, optimizer: torch.optim.Optimizer) -> str:

@@ -22,7 +22,7 @@ from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves
 from fnddp.integrations.fsdp.reductions import Ends, Reduction, reductions_of
-from fnddp.outer.shards import ranks_of
+from fnddp.outer.shards import groups_of, ranks_of
 from fnddp.plan.plan import Plan
 from fnddp.run.choose import AUTO, automatic
 from fnddp.wire import control
@@ -37,7 +37,7 @@ class Replicas(PipelineHandle):
         self._shards, self._parameters = shards, parameters
         self._frozen = {name: p for name, p in model.named_parameters() if name not in parameters}
         local = _local(parameters)
-        super().__init__(local, sync, group, learns_order=True, other_groups=_groups(shards))
+        super().__init__(local, sync, group, learns_order=True, other_groups=groups_of(shards))
         self._synchronizes = self._is_armed = True  # outside of no_sync: now, and in the last forward
         self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # synchronized gradients
         self._before: dict[str, DTensor] = {}  # those that `.grad` held before this backward
@@ -100,7 +100,7 @@ class Replicas(PipelineHandle):
         require_synchronized("compress_replicas", self._frozen.items(), frozenset(), fix)
         self._backward.require_idle()
         if self._compares:
-            self._require_one_choice(_groups(self._shards))
+            self._require_one_choice(groups_of(self._shards))
         self._is_armed = self._synchronizes
         for tensor in torch_private.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
@@ -267,7 +267,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
 
     def leaves() -> Leaves:
         parameters, shards = _sharded(model, replicate)
-        other_groups.extend(_groups(shards))
+        other_groups.extend(groups_of(shards))
         return _local(parameters)
 
     given = automatic(leaves, group, other_groups=other_groups) if sync == AUTO else sync
@@ -314,23 +314,19 @@ def _require_weighted_alike(sync: Sync, model: nn.Module) -> None:
         raise TypeError(f"compress_replicas: shards are weighted, but {sync!r} is not; write weighted({sync!r})")
 
 
-def is_compressed(model: nn.Module) -> bool:
-    """Return True if `compress_replicas` was called for `model`, or for a part of it."""
+def replicas_of(model: nn.Module) -> list[Replicas]:
+    """Return the results of `compress_replicas` for `model` and for parts of it."""
     hooks = (hook for module in model.modules() for hook in torch_private.forward_hooks(module).values())
-    return any(isinstance(getattr(hook, "__self__", None), Replicas) for hook in hooks)
+    return [of for of in (getattr(hook, "__self__", None) for hook in hooks) if isinstance(of, Replicas)]
 
 
 def _local(parameters: Mapping[str, DTensor]) -> Leaves:
     return {name: p.to_local() for name, p in parameters.items()}
 
 
-def _groups(shards: DeviceMesh) -> list[str | None]:
-    return [group_name((shards, dim)) for dim in range(shards.ndim)]
-
-
 def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor], DeviceMesh]:
     """Return the parameters that require a gradient, and the largest mesh; it contains all other meshes."""
-    if is_compressed(model):
+    if replicas_of(model):
         raise TypeError(
             "compress_replicas: it was already called for this model, and both pipelines would run; call it only once"
         )
