@@ -542,6 +542,26 @@ def test_replicas_that_set_another_counter_are_told_so_on_all_ranks(rank: int) -
     assert fnddp.state_dict(handle.sync_state) == before
 
 
+@on_ranks(2, pytest.param(4, marks=pytest.mark.thorough))
+def test_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all_axes(rank: int) -> None:
+    mesh = meshes(dist.get_world_size() // 2, 2)
+    counts_nothing = {"gradients": "error_feedback(quantize(two_shot))"}  # so shards compare no state
+    handle = compress(sharded(mesh["shard"]), mesh, **ALL_AXES | counts_nothing)
+    fits, checkpoint = handle.sync_state, handle.sync_checkpoint()
+    saved, before = checkpoint.state_dict(), bits(fits)
+    for wrong, says in (
+        ({"shards": {}, "replicas": ()}, "for this model has"),
+        ({"shards": fits["shards"]}, "sync_state has no 'replicas'; it needs shards and replicas"),
+        (None, "sync_state has no 'shards'"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            handle.sync_state = fits if rank else wrong  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="does not fit"):
+        checkpoint.load_state_dict({**saved, "shards/parts": saved["shards/parts"] if rank else []})
+    assert bits(handle.sync_state) == before
+    checkpoint.load_state_dict(saved)
+
+
 @pytest.mark.thorough
 @on_ranks(4)
 def test_one_handle_for_all_axes(rank: int) -> None:

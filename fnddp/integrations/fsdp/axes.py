@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fnddp.adapters.checkpoint import Checkpoint, Checkpoints
+from fnddp.adapters.checkpoint import Checkpoint, Checkpoints, set_states
 from fnddp.core.agreement import agree_over
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
@@ -57,9 +57,12 @@ class Compressed:
 
     @sync_state.setter
     def sync_state(self, state: Mapping[str, State]) -> None:
-        prepared = [handle.prepare_state(partial(state.__getitem__, name)) for name, handle in self._handles.items()]
-        for set_state in prepared:
-            set_state()
+        def read(name: str) -> State:
+            if not isinstance(state, Mapping) or name not in state:
+                raise ValueError(f"compress: sync_state has no {name!r}; it needs {' and '.join(self._handles)}")
+            return state[name]
+
+        set_states((handle.prepare_state, partial(read, name)) for name, handle in self._handles.items())
 
     def refuse(self, error: BaseException | None) -> None:
         """See `HasCheckpoint.refuse`."""

@@ -34,10 +34,10 @@ class Replicas(PipelineHandle):
     def __init__(
         self, model: nn.Module, parameters: dict[str, DTensor], sync: Sync, group: str | None, shards: DeviceMesh
     ) -> None:
-        self._shards, self._parameters = shards, parameters
+        self._shards, self._others, self._parameters = shards, groups_of(shards), parameters
         self._frozen = {name: p for name, p in model.named_parameters() if name not in parameters}
         local = _local(parameters)
-        super().__init__(local, sync, group, learns_order=True, other_groups=groups_of(shards))
+        super().__init__(local, sync, group, learns_order=True, other_groups=self._others)
         self._synchronizes = self._is_armed = True  # outside of no_sync: now, and in the last forward
         self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # synchronized gradients
         self._before: dict[str, DTensor] = {}  # those that `.grad` held before this backward
@@ -100,7 +100,7 @@ class Replicas(PipelineHandle):
         require_synchronized("compress_replicas", self._frozen.items(), frozenset(), fix)
         self._backward.require_idle()
         if self._compares:
-            self._require_one_choice(groups_of(self._shards))
+            self._require_one_choice(self._others)
         self._is_armed = self._synchronizes
         for tensor in torch_private.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
