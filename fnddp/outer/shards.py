@@ -97,9 +97,8 @@ def _everyone(group: Group, shards: DeviceMesh | None) -> list[Group]:
     within = shards or (group[0] if isinstance(group, tuple) else group)
     if not isinstance(within, DeviceMesh):
         return [group]
-    root = root_mesh(within)
-    dims: list[Group] = [(root, dim) for dim in range(root.ndim)]
-    return [*dims, group] if shards is not None and root.ndim == shards.ndim and group is not shards else dims
+    dims: list[Group] = [*groups_of(root_mesh(within))]
+    return [*dims, group] if shards is not None and len(dims) == shards.ndim and group is not shards else dims
 
 
 def _require_workers(group: Group, shards: DeviceMesh) -> None:
