@@ -307,6 +307,9 @@ def test_what_does_not_fit_is_refused_on_all_ranks(rank: int):
     for wrong, optimizer, hops, error, text in bad:
         with pytest.raises(error, match=text):
             own_matrices(wrong, optimizer, *hops)
+    for cap in (0, -1, float("nan"), float("inf"), "x", True):
+        with pytest.raises(ValueError, match=r"bucket_cap_mb: .* size .*in MiB" if rank else "set-up"):
+            own_matrices(fits, muon_of(fits), bucket_cap_mb=cap if rank else None)  # type: ignore[arg-type]
     saved = sharded.matrices.optimizer_state_dict()
     saved["param_groups"][0]["params"] = ["0.weight"]
     with pytest.raises(ValueError, match="names differ"):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
 from fnddp.adapters.owned_optimizer import OwnedOptimizer, OwnedStates
+from fnddp.adapters.torch_compat.arguments import bucket_caps
 from fnddp.core import collectives, layout
 from fnddp.core.agreement import agree_over
 from fnddp.core.codec import Encoded, Key, Layer, Layers, Payload, encode
@@ -318,29 +319,25 @@ def own_matrices(
         RankMismatchError: On all ranks, if they disagree about pipelines, parameters or options.
         TypeError: A parameter is not a matrix, or not sharded by rows over one mesh; a pipeline does not fit; the
             optimizer evaluates closures, or has owners already.
-        ValueError: A parameter does not belong to the model.
+        ValueError: A parameter does not belong to the model; or `bucket_cap_mb` is not a positive number.
     """
-    made: list[tuple[dict[str, DTensor], str | None, Sync, Sync]] = []
+    made: list[tuple[dict[str, DTensor], str | None, Sync, Sync, float]] = []
 
     def set_up() -> dict[str, str]:
-        read = [second_hop("own_matrices", gradients, "gradients"), second_hop("own_matrices", weights)]
+        read = second_hop("own_matrices", gradients, "gradients"), second_hop("own_matrices", weights)
         if isinstance(read[0], ef21):
             raise TypeError("own_matrices: gradients that ef21 compares need a memory at owners; leave it out")
         parameters, group = _matrices(model, optimizer)
-        made.append((parameters, group, read[0], read[1]))
-        lines = {
-            name: f"{describe(p)} in {type(optimizer).__name__}, {_state_of(name, p, optimizer)}"
-            for name, p in parameters.items()
-        }
-        lines |= options_of(type(optimizer).__name__, optimizer)
+        is_whole = bucket_cap_mb is None and type(optimizer) is not torch.optim.Muon
+        made.append((parameters, group, *read, math.inf if is_whole else bucket_caps(bucket_cap_mb, None)[-1]))
+        kind = type(optimizer).__name__
+        lines = {x: f"{describe(p)} in {kind}, {_state_of(x, p, optimizer)}" for x, p in parameters.items()}
+        lines |= options_of(kind, optimizer)
         return {"gradients": repr(read[0]), "weights": repr(read[1]), "bucket_cap_mb": str(bucket_cap_mb)} | lines
 
     theirs = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
     agree_over(set_up, _everyones(model, theirs), call="own_matrices")
-    parameters, group, first, second = made[-1]
-    if bucket_cap_mb is None:
-        bucket_cap_mb = 25.0 if type(optimizer) is torch.optim.Muon else math.inf
-    return Matrices(model, optimizer, parameters, group, first, second, bucket_cap_mb * 2**20)
+    return Matrices(model, optimizer, *made[-1])
 
 
 def _everyones(model: nn.Module, parameters: Iterable[Tensor]) -> list[str | None]:
