@@ -274,5 +274,6 @@ def test_the_plan_has_the_bytes_of_a_shard_between_workers(rank: int):
     assert counter.wire_bytes == sent
     if rank == 0:  # planned without ranks, for the first shard, which is the largest
         leaves = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
-        between = plan_axes({"": leaves}, world_size={"shards": 2, "workers": 2}, outer=text).axes[-1]
-        assert (between.name, between.ranks, between.steps, between.wire_bytes) == ("workers", 2, 2, sent)
+        for planned, trees in ((text, 1), (f"des_loc({{'params': {text}, 'exp_avg': {text}}})", 2)):
+            between = plan_axes({"": leaves}, world_size={"shards": 2, "workers": 2}, outer=planned).axes[-1]
+            assert (between.name, between.ranks, between.steps, between.wire_bytes) == ("workers", 2, 2, trees * sent)

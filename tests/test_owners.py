@@ -546,7 +546,10 @@ def test_models_and_optimizers_that_do_not_fit_are_refused_on_all_ranks(rank: in
         (model, [muon, adamw], {"gradients": "auto"}, TypeError, "name a pipeline"),
         (model, [muon, adamw], {"weights": "quantize(two_shot)"}, TypeError, "use allgather"),
         (model, [muon, adamw], {"weights": "ef21(allgather)"}, TypeError, "differences"),
-        (model, [muon, adamw], {"cost": lambda *_: float("nan")}, ValueError, "'layers.0.weight' is nan"),
+        (model, [muon, adamw], {"cost": lambda *_: float("nan")}, ValueError, "cost of 'layers.0.weight' .* got nan"),
+        (model, [muon, adamw], {"cost": lambda *_: "x"}, ValueError, "cost of 'layers.0.weight' .* got 'x'"),
+        (model, [muon, adamw], {"cost": lambda *_: -1}, ValueError, "cost of 'layers.0.weight' is -1; return"),
+        (model, [muon, adamw], {"master_dtype": torch.int8}, TypeError, "master_dtype must be .*, got torch.int8"),
     ]
     for wrong, of, hops, error, text in bad:
         with pytest.raises(error, match=text):

@@ -398,7 +398,7 @@ def test_pipelines_without_weights_are_refused_where_they_are_needed(rank: int) 
     for of_shards, of_replicas, text in (
         (None, WEIGHTED["replicas"], "shards take the plain mean; call compress_shards.* before compress_replicas"),
         ("two_shot", WEIGHTED["replicas"], "shards take the plain mean"),
-        (WEIGHTED["gradients"], "allreduce", r"write weighted\(all_reduce"),
+        (WEIGHTED["gradients"], "allreduce", r"write weighted\(allreduce"),
     ):
         with pytest.raises(TypeError, match=text):
             compress(sharded(mesh["shard"]), mesh, gradients=of_shards, replicas=of_replicas)
@@ -542,6 +542,26 @@ def test_replicas_that_set_another_counter_are_told_so_on_all_ranks(rank: int) -
     assert fnddp.state_dict(handle.sync_state) == before
 
 
+@on_ranks(2, pytest.param(4, marks=pytest.mark.thorough))
+def test_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all_axes(rank: int) -> None:
+    mesh = meshes(dist.get_world_size() // 2, 2)
+    counts_nothing = {"gradients": "error_feedback(quantize(two_shot))"}  # so shards compare no state
+    handle = compress(sharded(mesh["shard"]), mesh, **ALL_AXES | counts_nothing)
+    fits, checkpoint = handle.sync_state, handle.sync_checkpoint()
+    saved, before = checkpoint.state_dict(), bits(fits)
+    for wrong, says in (
+        ({"shards": {}, "replicas": ()}, "for this model has"),
+        ({"shards": fits["shards"]}, "sync_state has no 'replicas'; it needs shards and replicas"),
+        (None, "sync_state has no 'shards'"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            handle.sync_state = fits if rank else wrong  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="does not fit"):
+        checkpoint.load_state_dict({**saved, "shards/parts": saved["shards/parts"] if rank else []})
+    assert bits(handle.sync_state) == before
+    checkpoint.load_state_dict(saved)
+
+
 @pytest.mark.thorough
 @on_ranks(4)
 def test_one_handle_for_all_axes(rank: int) -> None:
@@ -650,11 +670,20 @@ def test_other_numbers_of_ranks_load_it(gloo: Callable[..., list[Any]], tmp_path
         assert loaded.abs().max() > 0
 
 
+BOTH: dict[str, Any] = {"world_size": {"shards": 2, "replicas": 2}}
 REFUSED_PLANS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "world_size must be": ({"world_size": {"nodes": 2}}, ValueError),
     "world_size must be {": ({"world_size": {"shards": 0}}, ValueError),
     "group 'head' must have parameters": ({"head": {}}, ValueError),
     "group 'scale' must have parameters": ({"scale": {"s": torch.empty(())}}, ValueError),
+    "world_size of 'shards' must be an int, got 2.5": ({"world_size": {"shards": 2.5}}, TypeError),
+    "world_size of 'shards' must be an int, got True": ({"world_size": {"shards": True}}, TypeError),
+    "outer is missing": ({"world_size": {"workers": 2}}, ValueError),
+    "'workers' in world_size is missing": ({"outer": "local_sgd(every=2)"}, ValueError),
+    "unknown name 'nosuch'": ({"outer": "nosuch"}, ValueError),
+    "clip_by_global_norm needs whole leaves": (BOTH | {"replicas": "clip_by_global_norm(allreduce, 1.0)"}, TypeError),
+    "is weighted, but shards take the plain mean": (BOTH | {"replicas": "weighted(allreduce)"}, TypeError),
+    "shards are weighted, but allreduce is not": (BOTH | {"gradients": "weighted(two_shot)"}, TypeError),
     "a pipeline for each pattern": ({"gradients": {"a": "quantize(two_shot)", "*": "two_shot"}}, TypeError),
 }
 

@@ -1,11 +1,13 @@
 """A pipeline's state in checkpoints of torch.distributed.checkpoint."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fnddp.core.agreement import raised
 from fnddp.core.parse import parse
 from fnddp.core.state import differing, load_state_dict, parts, state_dict
 from fnddp.core.sync import LOCAL, State, Sync
@@ -143,19 +145,19 @@ class Checkpoint:
             raise self._unfitting(saved, differing(have, want))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the state: see `prepare`."""
-        self.prepare(state_dict)()
-
-    def prepare(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-        """Compare the state between all ranks, and return a function that sets it.
+        """Compare the state between all ranks, and set it.
 
         Raises:
             RankMismatchError: On all ranks, if they disagree or one of them raises.
             ValueError: The checkpoint is of another pipeline or other parameters, or not of `saved_world_size` ranks.
         """
+        self.prepare(state_dict, partial(self._read, state_dict))()
+
+    def prepare(self, state_dict: Mapping[str, Any], read: Callable[[], State]) -> Callable[[], None]:
+        """Compare the state that `read` returns between all ranks, and return a function that sets it."""
         if self.saved_by(state_dict) == self._saved_size:
             self.adopt_pipeline(state_dict)
-        set_state = self._owner.prepare_state(lambda: self._read(state_dict))
+        set_state = self._owner.prepare_state(read)
 
         def set_all() -> None:
             set_state()
@@ -225,14 +227,26 @@ class Checkpoints(Checkpoint):
         for axis in self._axes:
             axis.adopt_pipeline(saved)
 
-    def prepare(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-        prepared = [axis.prepare(state_dict) for axis in self._axes]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        set_states((partial(axis.prepare, state_dict), partial(axis._read, state_dict)) for axis in self._axes)
 
-        def set_all() -> None:
-            for set_axis in prepared:
-                set_axis()
 
-        return set_all
+def set_states(axes: Iterable[tuple[Callable[[Callable[[], State]], Callable[[], None]], Callable[[], State]]]) -> None:
+    """Set the states of several axes, each given as its `prepare_state` and the `read` to pass to it.
+
+    After an error the ranks that compare the remaining axes get it too, and nothing is set.
+    """
+    failure: Exception | None = None
+    prepared: list[Callable[[], None]] = []
+    for prepare, read in axes:
+        try:
+            prepared.append(prepare(read if failure is None else partial(raised, failure)))
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    for set_state in prepared:
+        set_state()
 
 
 def shares(rank: int, size: int, saved_size: int) -> dict[int, float]:

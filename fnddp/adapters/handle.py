@@ -1,7 +1,7 @@
 """Base classes of objects that own a pipeline and its state, and their statistics for a log."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from typing import Any, NoReturn, Protocol
 
@@ -61,6 +61,7 @@ class HasPipeline:
     _backward: Backward
     _group: str | None  # name of the model's process group; None for the default one
     _wire: Wire
+    _others: Collection[str | None] = ()  # groups that compare no state, but raise an error of one of their ranks
     _is_measured = False  # "auto" chose the pipeline, so a checkpoint's may replace it
     _compares = False  # ranks have yet to compare the pipeline that "auto" or a checkpoint chose
 
@@ -100,7 +101,7 @@ class HasPipeline:
         """
         self._settle()
         with device_of(self._engine.device).selected():
-            state = agreed_state(self.sync, self._engine.state, read, [self._group], self._wire)
+            state = agreed_state(self.sync, self._engine.state, read, [self._group], self._wire, others=self._others)
         return lambda: setattr(self._engine, "state", state)
 
     @property

@@ -335,6 +335,8 @@ def own(
     made: list[tuple[list[dict[str, nn.Parameter]], list[Owners], Sync, Sync]] = []
 
     def set_up() -> dict[str, str]:
+        if master_dtype is not None and not getattr(master_dtype, "is_floating_point", False):
+            raise TypeError(f"own: master_dtype must be a floating-point dtype, got {master_dtype!r}")
         pipelines = first_hop("own", gradients), second_hop("own", weights)
         named = parameters_of("own", model, optimizers)
         n, rank = collectives.world_size(group), collectives.rank(group)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ def agree_over(
     of_groups = [(group, {s: line for s, line in lines.items() if group in known.get(s, (group,))}) for group in groups]
     for group, compared in [*of_groups, *((group, dict[str, str]()) for group in others)]:
         try:
-            agree(partial(_raise, failure) if failure is not None else compared.copy, group, wire, call=call)
+            agree(partial(raised, failure) if failure is not None else compared.copy, group, wire, call=call)
         except Exception as error:  # ranks of the next group must learn of it
             failure = failure or error
     if failure is not None:
@@ -117,6 +118,7 @@ def agreed_state(
     groups: Iterable[Group],
     wire: Wire = C10D,
     within: Mapping[str, Collection[Group]] | None = None,
+    others: Iterable[Group] = (),
 ) -> State:
     """Return the state that `read` returns, to be set; raise on all ranks unless its replicated parts are the same.
 
@@ -126,7 +128,7 @@ def agreed_state(
 
     Args:
         before: The present state, with the same structure.
-        within: The groups that have a part, by the subjects of `replicated`, if not all of `groups` do.
+        within, others: See `agree_over`; subjects are those of `replicated`.
 
     Raises:
         CollectiveError: Another rank has not set its state within the group's timeout.
@@ -142,7 +144,7 @@ def agreed_state(
     if isinstance(wire, Elastic) or not any(part.kind == REPLICATED for part in parts(before)):
         described()
     else:
-        agree_over(described, groups, within=within, wire=wire, call=f"setting the state of {sync!r}")
+        agree_over(described, groups, others, within, wire, call=f"setting the state of {sync!r}")
     return states[0]
 
 
@@ -153,11 +155,11 @@ def fails_alike(group: Group, *, enabled: bool = True) -> Generator[None]:
         yield
     except Exception as error:
         if enabled:
-            agree(partial(_raise, error), group)
+            agree(partial(raised, error), group)
         raise
 
 
-def _raise(error: Exception) -> dict[str, str]:
+def raised(error: Exception) -> Any:
     raise error
 
 

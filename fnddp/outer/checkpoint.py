@@ -1,7 +1,7 @@
 """An outer step's state on one worker for torch.distributed.checkpoint: any number of shards can load it."""
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -70,22 +70,15 @@ class OuterCheckpoint(Checkpoint):
                 f"{differing(saved[_PARTS], mine[_PARTS])}; use that step to continue, or {BEGIN_ANEW}"
             )
 
-    def prepare(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-        """Return a function that sets the state; to call when all ranks agree on it."""
-
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         def read() -> State:
             self.require_fitting(state_dict)
             values = {part.key: state_dict[self._key(part)] for part in parts(self._attached.state)}
             merged = {key: local(each) if isinstance(each, Tensor) else each for key, each in values.items()}
             return load_state_dict(self._attached.state, merged)
 
-        set_state = self._attached.prepare_state(read)
-
-        def set_all() -> None:
-            set_state()
-            self._attached.unsent = json.loads(state_dict[_UNSENT])
-
-        return set_all
+        self._attached.prepare_state(read)()
+        self._attached.unsent = json.loads(state_dict[_UNSENT])
 
     def _like(self, part: Any) -> DTensor | None:
         """Return the sharded parameter that `part` matches element for element; None if there is none."""

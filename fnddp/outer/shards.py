@@ -82,7 +82,7 @@ def shards_of(
         return {_MODEL: "sharded by fully_shard"}
 
     agree_over(check, _everyone(group if isinstance(wire, C10d) else largest, largest))
-    groups = tuple(dict.fromkeys(group_name((largest, dim)) for dim in range(largest.ndim)))
+    groups = tuple(dict.fromkeys(groups_of(largest)))
     voters = groups if isinstance(wire, C10d) else ()
     place = f"{largest.get_coordinate()} of {list(largest.shape)}"
     sizes = {name: p.numel() for name, p in sharded.items()}
@@ -97,9 +97,8 @@ def _everyone(group: Group, shards: DeviceMesh | None) -> list[Group]:
     within = shards or (group[0] if isinstance(group, tuple) else group)
     if not isinstance(within, DeviceMesh):
         return [group]
-    root = root_mesh(within)
-    dims: list[Group] = [(root, dim) for dim in range(root.ndim)]
-    return [*dims, group] if shards is not None and root.ndim == shards.ndim and group is not shards else dims
+    dims: list[Group] = [*groups_of(root_mesh(within))]
+    return [*dims, group] if shards is not None and len(dims) == shards.ndim and group is not shards else dims
 
 
 def _require_workers(group: Group, shards: DeviceMesh) -> None:
@@ -120,6 +119,10 @@ def _require_workers(group: Group, shards: DeviceMesh) -> None:
 
 def ranks_of(mesh: DeviceMesh) -> set[int]:
     return set(mesh.mesh.flatten().tolist())
+
+
+def groups_of(mesh: DeviceMesh) -> list[str | None]:
+    return [group_name((mesh, dim)) for dim in range(mesh.ndim)]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """The two hops of sharded optimizers: the owner of each parameter, and the pipelines to owners and back."""
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -12,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fnddp import torch_private
 from fnddp.core.codec import Codec
+from fnddp.core.options import checked_float
 from fnddp.core.parse import pipeline_of
 from fnddp.core.state import describe
 from fnddp.core.sync import Sync, all_in
@@ -139,9 +139,9 @@ def owners_of(
 ) -> Owners:
     """Return the owners of the parameters of one optimizer; see `own` for `cost` and `cut`."""
     if cost is not None:
-        costs = {name: float(cost(name, p)) for name, p in parameters.items()}
+        costs = {name: checked_float(f"own: the cost of {name!r}", cost(name, p)) for name, p in parameters.items()}
         for name, each in costs.items():
-            if not 0 <= each < math.inf:
+            if each < 0:
                 raise ValueError(f"own: the cost of {name!r} is {each}; return a number of at least 0")
     else:
         costs = {

@@ -94,8 +94,13 @@ def test_buckets_are_filled_as_torch_fills_them(rank: int, options: dict[str, An
 
 
 def test_sizes_of_buckets_are_positive():
-    for options in ({"bucket_cap_mb": 0}, {"bucket_cap_mb": "25"}, {"bucket_cap_mb_list": [1, -1]}):
-        with pytest.raises(ValueError, match="positive size in MiB"):
+    for options in (
+        {"bucket_cap_mb": 0},
+        {"bucket_cap_mb": "25"},
+        {"bucket_cap_mb": True},
+        {"bucket_cap_mb_list": [1, -1]},
+    ):
+        with pytest.raises(ValueError, match="size .*in MiB"):
             DDP(nn.Linear(2, 2), **options)
 
 

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from fnddp import torch_private
 from fnddp.adapters.module.slots import OWNER
 from fnddp.core.buckets import MB
+from fnddp.core.options import checked_float
 from fnddp.core.sync import Sync
 from fnddp.reducers.all_reduce import allreduce
 from fnddp.transforms.cast import cast
@@ -84,9 +85,10 @@ def checked_buffer_flags(broadcast_buffers: bool | None, forward_sync_buffers: b
 
 def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None) -> tuple[int, ...]:
     """Return the sizes of buckets in bytes (the last for all later ones). The list has priority; default 1, 25 MiB."""
-    sizes: list[Any] = list(bucket_cap_mb_list or ([1, 25] if bucket_cap_mb is None else [bucket_cap_mb]))
-    if not all(isinstance(size, int | float) and size > 0 for size in sizes):
-        raise ValueError(f"{OWNER}: buckets must have a positive size in MiB, got {sizes}")
+    given: list[Any] = list(bucket_cap_mb_list or ([1, 25] if bucket_cap_mb is None else [bucket_cap_mb]))
+    sizes = [checked_float("bucket_cap_mb: the size of a bucket in MiB", size) for size in given]
+    if min(sizes) <= 0:
+        raise ValueError(f"bucket_cap_mb: buckets must have a positive size in MiB, got {sizes}")
     return tuple(int(size * MB) for size in sizes)
 
 

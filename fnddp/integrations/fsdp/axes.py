@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fnddp.adapters.checkpoint import Checkpoint, Checkpoints
+from fnddp.adapters.checkpoint import Checkpoint, Checkpoints, set_states
 from fnddp.core.agreement import agree_over
 from fnddp.core.group import group_name
-from fnddp.core.parse import pipeline_of
+from fnddp.core.options import checked_int
 from fnddp.core.sync import State, Sync, all_in
 from fnddp.integrations.fsdp.plan import AxesPlan, Axis, axes_of
-from fnddp.integrations.fsdp.replicas import Replicas, compress_replicas
+from fnddp.integrations.fsdp.replicas import Replicas, between, compress_replicas
 from fnddp.integrations.fsdp.rows import Rows
 from fnddp.integrations.fsdp.shards import Pipeline, Shards, fitting, set_up_shards, unsynchronized
 from fnddp.integrations.fsdp.unit import Messages, Traffic, traffic_of
@@ -57,9 +57,12 @@ class Compressed:
 
     @sync_state.setter
     def sync_state(self, state: Mapping[str, State]) -> None:
-        prepared = [handle.prepare_state(partial(state.__getitem__, name)) for name, handle in self._handles.items()]
-        for set_state in prepared:
-            set_state()
+        def read(name: str) -> State:
+            if not isinstance(state, Mapping) or name not in state:
+                raise ValueError(f"compress: sync_state has no {name!r}; it needs {' and '.join(self._handles)}")
+            return state[name]
+
+        set_states((handle.prepare_state, partial(read, name)) for name, handle in self._handles.items())
 
     def refuse(self, error: BaseException | None) -> None:
         """See `HasCheckpoint.refuse`."""
@@ -134,9 +137,9 @@ def plan_axes(
         outer: The outer step between workers; the exchanges of a whole period are planned.
 
     Raises:
-        TypeError: A pipeline does not fit its axis: see `compress_shards`; or it is a `partition`.
-        ValueError: `world_size` has other keys, or a number below 1; two groups have a parameter of the same name; a
-            group has no parameters, or a scalar.
+        TypeError: A pipeline does not fit its axis: see `compress`; it is a `partition`; or a number is not an int.
+        ValueError: `world_size` has other keys, or a number below 1, or only one of workers and `outer` is given; two
+            groups have a parameter of the same name; a group has no parameters, or a scalar.
 
     >>> import torch
     >>> from fnddp import Link
@@ -149,11 +152,21 @@ def plan_axes(
     weights    FSDP's own                      8         1  131.3 kB     919.3 kB  7.354 ms
     replicas   allreduce                       4         1  131.3 kB       197 kB  1.576 ms
     """
-    pipeline = pipeline_of("plan_axes: replicas", replicas or allreduce)
-    sizes = {"shards": 1, "replicas": 1, "workers": 1, **(world_size or {})}
+    given = {"shards": 1, "replicas": 1, "workers": 1, **(world_size or {})}
+    sizes = {axis: checked_int(f"plan_axes: world_size of {axis!r}", size) for axis, size in given.items()}
     if len(sizes) > 3 or min(sizes.values()) < 1:
-        raise ValueError(f'plan_axes: world_size must be {{"shards": N, "replicas": N}}, got {world_size}')
+        raise ValueError(f'plan_axes: world_size must be {{"shards": N, "replicas": N, "workers": N}}, got {given}')
+    step = parse_outer(outer) if isinstance(outer, str) else outer
+    if (step is None) != (sizes["workers"] == 1):
+        missing = "outer" if step is None else "'workers' in world_size"
+        raise ValueError(f"plan_axes: {missing} is missing: got world_size={world_size} and outer={outer!r}")
+    n = sizes["shards"]
+    of_gradients, of_weights = fitting("gradients", gradients), fitting("weights", weights)
+    if several := [sync for sync in (of_gradients, of_weights) if sync and partition in map(type, all_in(sync))]:
+        raise TypeError(f"plan_axes: {several[0]!r} has a pipeline for each pattern; plan the groups of each alone")
+    traffic: list[Traffic] = []
     owner: dict[str, str] = {}
+    local: dict[str, Tensor] = {}
     for name, parameters in groups.items():
         if not parameters or not all(p.ndim for p in parameters.values()):
             raise ValueError(f"plan_axes: group {name!r} must have parameters, and no scalar: FSDP cuts a dimension")
@@ -163,13 +176,6 @@ def plan_axes(
                     f"plan_axes: groups {first!r} and {name!r} both have a parameter {path!r}; name each as "
                     "model.named_parameters() does, as in layer.named_parameters('layers.0') for the group 'layers.0'"
                 )
-    n = sizes["shards"]
-    of_gradients, of_weights = fitting("gradients", gradients), fitting("weights", weights)
-    if several := [sync for sync in (of_gradients, of_weights) if sync and partition in map(type, all_in(sync))]:
-        raise TypeError(f"plan_axes: {several[0]!r} has a pipeline for each pattern; plan the groups of each alone")
-    traffic: list[Traffic] = []
-    local: dict[str, Tensor] = {}
-    for name, parameters in groups.items():
         like = next(iter(parameters.values()))
         rows = Rows({path: p.shape for path, p in parameters.items()}, dict.fromkeys(parameters, 0), n)
         again = n if name else None
@@ -178,13 +184,13 @@ def plan_axes(
         local |= {path: p.new_empty(-(-p.shape[0] // n), *p.shape[1:]) for path, p in parameters.items()}
     sends_weight = of_gradients is not None and of_gradients.takes_weight
     axes = [*axes_of(traffic, of_gradients, of_weights, n, sends_weight)]
-    if sizes["replicas"] > 1:
+    if sizes["replicas"] > 1 or replicas is not None:
+        pipeline = between(replicas or allreduce, n, sends_weight if n > 1 else None)
         plans = [each.plan for each in period(pipeline, local, world_size=sizes["replicas"])]
         axes.append(_of_replicas(pipeline, max(plans, key=lambda plan: plan.wire_bytes), sizes["replicas"]))
-    if sizes["workers"] > 1 and outer is not None:
-        step = parse_outer(outer) if isinstance(outer, str) else outer
+    if step is not None:
         step = step.sized({path: p.numel() for parameters in groups.values() for path, p in parameters.items()})
-        exchanges = lower_outer(step, local, world_size=sizes["workers"])
+        exchanges = lower_outer(step, step.leaves_of(local, None), world_size=sizes["workers"])
         messages = tuple(m for each in exchanges.exchanges for m in _messages(each.plan, sizes["workers"]))
         axes.append(Axis("workers", repr(step.over(None)), sizes["workers"], messages, exchanges.period))
     return AxesPlan(tuple(axes))
@@ -239,7 +245,7 @@ def compress(
     replicas   bf16(allreduce)         1         1    144 B          0 B
     >>> dist.destroy_process_group()
     """
-    names = mesh.mesh_dim_names
+    names: Any = mesh.mesh_dim_names
     across = [group_name(mesh.get_group(0))] if mesh.ndim == 2 else []  # ranks may disagree about having a pipeline
     modules = fsdp_groups(model)
     of_model = [group.shards for _, groups in modules.values() for group in groups if group.shards is not None]
@@ -272,6 +278,5 @@ def compress(
     if not (gradients is None and weights is None):
         of_shards = set_up_shards(model, gradients, weights, across)
     if replicas is not None:
-        assert names is not None
         of_replicas = compress_replicas(model, replicas, mesh[names[0]])
     return Compressed(model, mesh, of_shards, of_replicas)

@@ -1,7 +1,7 @@
 """Muon on FSDP2's shards: owners have whole matrices during a step; after it, matrices are shards again."""
 
 import math
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain, zip_longest
 from typing import Any
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
 from fnddp.adapters.owned_optimizer import OwnedOptimizer, OwnedStates
+from fnddp.adapters.torch_compat.arguments import bucket_caps
 from fnddp.core import collectives, layout
 from fnddp.core.agreement import agree_over
 from fnddp.core.codec import Encoded, Key, Layer, Layers, Payload, encode
@@ -21,7 +22,9 @@ from fnddp.core.state import describe
 from fnddp.core.sync import Sync
 from fnddp.core.table import Cut, Hop, Table
 from fnddp.core.tree import Leaves, without_wrappers
+from fnddp.integrations.fsdp.replicas import replicas_of
 from fnddp.integrations.fsdp.unit import layers_of
+from fnddp.outer.shards import groups_of
 from fnddp.reducers.halves import Owners, to_all
 from fnddp.run.hops import options_of, owners_of, require_ownable, second_hop
 from fnddp.run.vote import StepFailedError
@@ -45,7 +48,6 @@ class Matrices(OwnedOptimizer, OwnedStates):
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, Any],
         group: str | None,
-        groups: Sequence[str | None],
         gradients: Sync,
         weights: Sync,
         bucket_cap: float,
@@ -53,7 +55,6 @@ class Matrices(OwnedOptimizer, OwnedStates):
         n = collectives.world_size(group)
         owners = owners_of(parameters, optimizer, n, lambda _, p: p.numel() * min(p.shape), cut=False)
         super().__init__(model, optimizer, parameters, owners, group)
-        self._groups = groups
         self._shards = Owners(n, owners.shapes, ())  # rows of each matrix, as FSDP cuts it
         sizes = {name: self._shards.sent_shape(name).numel() for name in parameters}
         self._table = Table(n, {name: Cut(sizes[name], sizes[name], owners.owner(name)) for name in parameters})
@@ -173,7 +174,7 @@ class Matrices(OwnedOptimizer, OwnedStates):
         return [name for name, is_changed in zip(self.parameters, flags, strict=True) if is_changed]
 
     def _highest(self, values: list[int]) -> list[int]:
-        for group in self._groups:  # of HSDP's replicas, too
+        for group in _everyones(self._model, self.parameters.values()):  # replicas may be new
             values = control.highest_of(values, group)
         return values
 
@@ -299,7 +300,8 @@ def own_matrices(
     Owners are balanced by rows x columns x the smaller of both. Before the step everything is as in FSDP: gradients are
     shards, so clipping and loss scalers work as with any DTensor. An owner stores its matrices and their optimizer
     state, 1 / n of all, in addition to its shards. Each rank copies its shards, to detect values loaded into
-    them, and to restore them if a step fails. With HSDP each replica does the same. Step hooks see shards.
+    them, and to restore them if a step fails. With HSDP and `compress_replicas` each replica does
+    the same. Step hooks see shards.
 
     The wrong choice for optimizers that compute each element independently: they can run on shards.
 
@@ -317,31 +319,31 @@ def own_matrices(
         RankMismatchError: On all ranks, if they disagree about pipelines, parameters or options.
         TypeError: A parameter is not a matrix, or not sharded by rows over one mesh; a pipeline does not fit; the
             optimizer evaluates closures, or has owners already.
-        ValueError: A parameter does not belong to the model.
+        ValueError: A parameter does not belong to the model; or `bucket_cap_mb` is not a positive number.
     """
-    made: list[tuple[dict[str, DTensor], str | None, Sync, Sync]] = []
+    made: list[tuple[dict[str, DTensor], str | None, Sync, Sync, float]] = []
 
     def set_up() -> dict[str, str]:
-        read = [second_hop("own_matrices", gradients, "gradients"), second_hop("own_matrices", weights)]
+        read = second_hop("own_matrices", gradients, "gradients"), second_hop("own_matrices", weights)
         if isinstance(read[0], ef21):
             raise TypeError("own_matrices: gradients that ef21 compares need a memory at owners; leave it out")
         parameters, group = _matrices(model, optimizer)
-        made.append((parameters, group, read[0], read[1]))
-        lines = {
-            name: f"{describe(p)} in {type(optimizer).__name__}, {_state_of(name, p, optimizer)}"
-            for name, p in parameters.items()
-        }
-        lines |= options_of(type(optimizer).__name__, optimizer)
+        is_whole = bucket_cap_mb is None and type(optimizer) is not torch.optim.Muon
+        made.append((parameters, group, *read, math.inf if is_whole else bucket_caps(bucket_cap_mb, None)[-1]))
+        kind = type(optimizer).__name__
+        lines = {x: f"{describe(p)} in {kind}, {_state_of(x, p, optimizer)}" for x, p in parameters.items()}
+        lines |= options_of(kind, optimizer)
         return {"gradients": repr(read[0]), "weights": repr(read[1]), "bucket_cap_mb": str(bucket_cap_mb)} | lines
 
-    shards = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"] if isinstance(p, DTensor)]
-    meshes = [mesh.get_group(dim) for mesh in [p.device_mesh for p in shards[:1]] for dim in range(mesh.ndim)]
-    groups = [group_name(each) for each in meshes] or [None]
-    agree_over(set_up, groups, call="own_matrices")
-    parameters, group, first, second = made[-1]
-    if bucket_cap_mb is None:
-        bucket_cap_mb = 25.0 if type(optimizer) is torch.optim.Muon else math.inf
-    return Matrices(model, optimizer, parameters, group, groups, first, second, bucket_cap_mb * 2**20)
+    theirs = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    agree_over(set_up, _everyones(model, theirs), call="own_matrices")
+    return Matrices(model, optimizer, *made[-1])
+
+
+def _everyones(model: nn.Module, parameters: Iterable[Tensor]) -> list[str | None]:
+    """Return the groups that, one after the other, spread an error of one rank to all shards and replicas."""
+    mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
+    return [*([None] if mesh is None else groups_of(mesh)), *(each.group for each in replicas_of(model))]
 
 
 def _state_of(name: str, p: DTensor, optimizer: torch.optim.Optimizer) -> str:

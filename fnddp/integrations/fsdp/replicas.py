@@ -22,7 +22,7 @@ from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves
 from fnddp.integrations.fsdp.reductions import Ends, Reduction, reductions_of
-from fnddp.outer.shards import ranks_of
+from fnddp.outer.shards import groups_of, ranks_of
 from fnddp.plan.plan import Plan
 from fnddp.run.choose import AUTO, automatic
 from fnddp.wire import control
@@ -34,10 +34,10 @@ class Replicas(PipelineHandle):
     def __init__(
         self, model: nn.Module, parameters: dict[str, DTensor], sync: Sync, group: str | None, shards: DeviceMesh
     ) -> None:
-        self._shards, self._parameters = shards, parameters
+        self._shards, self._others, self._parameters = shards, groups_of(shards), parameters
         self._frozen = {name: p for name, p in model.named_parameters() if name not in parameters}
         local = _local(parameters)
-        super().__init__(local, sync, group, learns_order=True, other_groups=_groups(shards))
+        super().__init__(local, sync, group, learns_order=True, other_groups=self._others)
         self._synchronizes = self._is_armed = True  # outside of no_sync: now, and in the last forward
         self._means: weakref.WeakValueDictionary[str, DTensor] = weakref.WeakValueDictionary()  # synchronized gradients
         self._before: dict[str, DTensor] = {}  # those that `.grad` held before this backward
@@ -100,7 +100,7 @@ class Replicas(PipelineHandle):
         require_synchronized("compress_replicas", self._frozen.items(), frozenset(), fix)
         self._backward.require_idle()
         if self._compares:
-            self._require_one_choice(_groups(self._shards))
+            self._require_one_choice(self._others)
         self._is_armed = self._synchronizes
         for tensor in torch_private.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
@@ -260,35 +260,25 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     >>> dist.destroy_process_group()
     """
     group = group_name(replicate)
-    for module, _ in torch_private.fsdp_groups(model).values():  # the last forward may have left weights whole
+    modules = torch_private.fsdp_groups(model)
+    for module, _ in modules.values():  # the last forward may have left weights whole
         module.reshard()
     made: list[Replicas] = []
-    other_groups: list[str | None] = []
-
-    def leaves() -> Leaves:
-        parameters, shards = _sharded(model, replicate)
-        other_groups.extend(_groups(shards))
-        return _local(parameters)
-
-    given = automatic(leaves, group, other_groups=other_groups) if sync == AUTO else sync
+    meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    shards = max(meshes, key=DeviceMesh.size, default=cast("Any", None))  # `_sharded` refuses None
+    others = groups_of(shards) if shards else []
+    found = partial(_sharded, model, replicate, shards)
+    given = automatic(lambda: _local(found()), group, other_groups=others) if sync == AUTO else sync
 
     def set_up() -> dict[str, str]:
-        parameters, shards = _sharded(model, replicate)
-        pipeline = pipeline_of("compress_replicas: sync", given).over(group, unnamed_only=True)
-        for each in all_in(pipeline) if shards.size() > 1 else ():
-            if each.wants_whole_leaves:
-                name = type(each).__name__
-                raise TypeError(
-                    f"compress_replicas: {name} needs whole leaves, but here each rank has only a shard of each leaf; "
-                    "remove it: torch.nn.utils.clip_grad_norm_ after backward counts all shards, and a step with NaN "
-                    "or infinite gradients does not change the state"
-                )
-        _require_weighted_alike(pipeline, model)
+        parameters = found()
+        reductions, averages = reductions_of(model), [of.shards for _, groups in modules.values() for of in groups]
+        has_mean = any(each is not None and each.size() > 1 for each in averages)
+        are_weighted = (reductions is not None and reductions.takes_weight) if has_mean else None
+        pipeline = between(given, shards.size(), are_weighted).over(group, unnamed_only=True)
         made.append(Replicas(model, parameters, pipeline, group, shards))
         return description(pipeline, _local(parameters), made[-1].sync_state)
 
-    shards = [each.shards for _, groups in torch_private.fsdp_groups(model).values() for each in groups]
-    others = dict.fromkeys(group_name(each) for each in shards if each is not None)
     agree_over(set_up, [group], others, call="compress_replicas")
     (replicas,) = made
     replicas._connect(is_measured=sync == AUTO)  # pyright: ignore[reportPrivateUsage]
@@ -299,44 +289,44 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     return replicas
 
 
-def _require_weighted_alike(sync: Sync, model: nn.Module) -> None:
-    reductions = reductions_of(model)
-    every = [group for _, groups in torch_private.fsdp_groups(model).values() for group in groups]
-    if all(group.shards is None or group.shards.size() == 1 for group in every):  # they take no mean
-        return
-    are_weighted = reductions is not None and reductions.takes_weight
-    if sync.takes_weight and not are_weighted:
+def between(given: str | Sync, shards: int, are_weighted: bool | None) -> Sync:
+    """Return the pipeline between replicas, checked; `are_weighted` says if means over shards are, None without any."""
+    sync = pipeline_of("compress_replicas: sync", given)
+    for each in all_in(sync) if shards > 1 else ():
+        if each.wants_whole_leaves:
+            raise TypeError(
+                f"compress_replicas: {type(each).__name__} needs whole leaves, but here each rank has only a shard of "
+                "each leaf; remove it: torch.nn.utils.clip_grad_norm_ after backward counts all shards, and a step "
+                "with NaN or infinite gradients does not change the state"
+            )
+    if sync.takes_weight and are_weighted is False:
         raise TypeError(
             f"compress_replicas: {sync!r} is weighted, but shards take the plain mean; call compress_shards(model, "
             "gradients='weighted(two_shot)') before compress_replicas"
         )
     if are_weighted and not sync.takes_weight:
         raise TypeError(f"compress_replicas: shards are weighted, but {sync!r} is not; write weighted({sync!r})")
+    return sync
 
 
-def is_compressed(model: nn.Module) -> bool:
-    """Return True if `compress_replicas` was called for `model`, or for a part of it."""
+def replicas_of(model: nn.Module) -> list[Replicas]:
+    """Return the results of `compress_replicas` for `model` and for parts of it."""
     hooks = (hook for module in model.modules() for hook in torch_private.forward_hooks(module).values())
-    return any(isinstance(getattr(hook, "__self__", None), Replicas) for hook in hooks)
+    return [of for of in (getattr(hook, "__self__", None) for hook in hooks) if isinstance(of, Replicas)]
 
 
 def _local(parameters: Mapping[str, DTensor]) -> Leaves:
     return {name: p.to_local() for name, p in parameters.items()}
 
 
-def _groups(shards: DeviceMesh) -> list[str | None]:
-    return [group_name((shards, dim)) for dim in range(shards.ndim)]
-
-
-def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor], DeviceMesh]:
-    """Return the parameters that require a gradient, and the largest mesh; it contains all other meshes."""
-    if is_compressed(model):
+def _sharded(model: nn.Module, replicate: DeviceMesh, shards: DeviceMesh | None) -> dict[str, DTensor]:
+    """Return the parameters that require a gradient; `shards` is the largest mesh, and must contain all others."""
+    if replicas_of(model):
         raise TypeError(
             "compress_replicas: it was already called for this model, and both pipelines would run; call it only once"
         )
     parameters: dict[str, DTensor] = {}
-    replicas, every = ranks_of(replicate), [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-    shards = max(every, key=DeviceMesh.size, default=None)
+    replicas = ranks_of(replicate)
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise TypeError(
@@ -355,4 +345,4 @@ def _sharded(model: nn.Module, replicate: DeviceMesh) -> tuple[dict[str, DTensor
             parameters[name] = parameter
     if shards is None or not parameters:
         raise TypeError("compress_replicas: the model has no parameter that requires a gradient")
-    return parameters, shards
+    return parameters

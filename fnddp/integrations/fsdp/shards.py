@@ -17,7 +17,7 @@ from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import State, Sync
 from fnddp.integrations.fsdp.plan import AxesPlan, Axis, axes_of
 from fnddp.integrations.fsdp.reductions import Comm, Reductions, Scatter
-from fnddp.integrations.fsdp.replicas import is_compressed
+from fnddp.integrations.fsdp.replicas import replicas_of
 from fnddp.integrations.fsdp.unit import UNSCALED, Traffic, Unit, require_codecs
 from fnddp.reducers.all_reduce import none
 from fnddp.reducers.carriers import allgather, two_shot
@@ -339,7 +339,7 @@ def _by_unit(
 
 def _sharded(model: nn.Module, has_weights: bool) -> dict[str, tuple[list[str], FSDPGroup]]:
     """Return the names of the parameters that FSDP sends together and FSDP's object for them, by module name."""
-    if is_compressed(model):
+    if replicas_of(model):
         raise TypeError("compress_shards: call it before compress_replicas, which takes over the steps of shards")
     if not isinstance(model, FSDPModule):
         raise TypeError(
