@@ -132,11 +132,12 @@ class Replicas(PipelineHandle):
         return {name: p.grad for name, p in self._parameters.items() if isinstance(p.grad, DTensor)}
 
     def _start(self) -> None:
-        if self._engine.is_open:
-            return
-        if self._is_armed:
-            self._backward.failure = None
-            part = weight = None
+        if self._is_armed and not self._engine.is_open:
+            self._backward.attempt(self._begin)
+
+    def _begin(self) -> None:
+        part = weight = None
+        try:
             if self._reductions is not None:
                 part = self._reductions.begin()
                 part.weigh()
@@ -145,6 +146,7 @@ class Replicas(PipelineHandle):
                 # NaN if a rank has no weight: this fails the step.
                 weight = self._weight.given if mean is None else mean.nan_to_num(0.0).item()
             self._backward.begin(weight=weight)
+        finally:  # raises an error of these
             self._ends.add(self._backward, partial(self._finish, part))
 
     def _feed(self, name: str, _: Tensor) -> None:
@@ -152,11 +154,7 @@ class Replicas(PipelineHandle):
             self._backward.attempt(lambda: self._put(name))
 
     def _put(self, name: str) -> None:
-        try:
-            self._start()  # if backward did not begin at the model's outputs
-        except Exception:
-            self._ends.add(self._backward, partial(self._finish, None))  # this will raise the error
-            raise
+        self._start()  # if backward did not begin at the model's outputs
         self._require_untaken(name)
         grad = self._parameters[name].grad
         assert isinstance(grad, DTensor)
