@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="for this model"):
         attached.state = outer.local_sgd(every=2).init(parameters(model))
     attached.state = outer.diloco(allreduce, every=2).init(parameters(model))
-    with pytest.raises(TypeError, match="optimizer is a list; of several pass the one that steps last"):
+    with pytest.raises(TypeError, match="optimizer is a list; pass the one that steps last"):
         outer.attach(model, [], outer.local_sgd(every=2))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="pass the optimizer"):
         outer.attach(model, None, outer.des_loc({"params": outer.local_sgd(every=2)}))

@@ -159,7 +159,7 @@ def fails_alike(group: Group, *, enabled: bool = True) -> Generator[None]:
         raise
 
 
-def raised(error: Exception) -> Any:
+def raised(error: BaseException) -> Any:
     raise error
 
 

@@ -201,11 +201,10 @@ def _exchange(kind: Kind, payloads: Sequence[Tensor], op: str | None, group: str
         )
     n = world_size(group)
     moved = iter(_exchange_nonempty(kind, [payload for payload in payloads if payload.numel()], op, group, n))
-    return [next(moved) if p.numel() else _nothing(kind.joined_shape(tuple(p.shape), n), p) for p in payloads]
-
-
-def _nothing(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    return torch.empty(shape, dtype=like.dtype, device=like.device)  # not of `like`, which vmap may have batched
+    return [  # not `new_empty`: vmap may have batched a payload
+        next(moved) if p.numel() else torch.empty(kind.joined_shape(tuple(p.shape), n), dtype=p.dtype, device=p.device)
+        for p in payloads
+    ]
 
 
 def _exchange_nonempty(kind: Kind, payloads: list[Tensor], op: str | None, group: str | None, n: int) -> list[Tensor]:

@@ -41,8 +41,9 @@ def checked_int(what: str, value: Any) -> int:
         ...
     TypeError: powersgd: rank must be an int, got 2.0
     """
+    given: Any = None if isinstance(value, bool) else value
     try:
-        number = operator.index(None if isinstance(value, bool) else value)
+        number = operator.index(given)
     except TypeError:
         raise TypeError(f"{what} must be an int, got {value!r}") from None
     if not -(2**63) <= number < 2**63:

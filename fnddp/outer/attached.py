@@ -94,9 +94,7 @@ def attach(
         if not parameters:
             raise ValueError("outer.attach: no parameter of the model requires gradients")
         if not isinstance(optimizer, torch.optim.Optimizer | None):
-            raise TypeError(
-                f"outer.attach: optimizer is a {type(optimizer).__name__}; of several pass the one that steps last"
-            )
+            raise TypeError(f"outer.attach: optimizer is a {type(optimizer).__name__}; pass the one that steps last")
         if optimizer is None and outer.wants_moments:
             raise ValueError(f"outer.attach: {outer!r} exchanges the moments of an optimizer; pass the optimizer")
         like = {name: torch.empty_like(local(p), device="meta") for name, p in parameters.items()}
@@ -327,11 +325,7 @@ class Attached:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a `state_dict` of the same outer step, on all ranks; load the model and the optimizer too."""
         counted = (_TOKENS, _TOKENS_SENT, _TOKENS_OPEN)
-
-        def read() -> State:
-            return load_state_dict(self._state, {key: each for key, each in saved.items() if key not in counted})
-
-        self.prepare_state(read)()
+        self.prepare_state(lambda: load_state_dict(self._state, {k: x for k, x in saved.items() if k not in counted}))()
         self._count_from(saved.get(_TOKENS), saved.get(_TOKENS_SENT, {}), saved.get(_TOKENS_OPEN, {}))
 
     def replicated_state_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,12 +137,11 @@ def simulate_training(
     gradients = None if sync is None else simulate_sync(sync, world_size, groups=groups)
     sync_state: State = None if gradients is None else gradients.init(leaves)
 
-    def step(leaves: Leaves, grads: Leaves) -> Leaves:
+    def step(leaves: Leaves, grads: Any) -> Leaves:
         nonlocal state, sync_state
         if gradients is not None:
             mean, sync_state = gradients(grads, sync_state)
-            given = [(path, mean[path], leaf) for path, leaf in leaves.items()]
-            grads = {path: each if each is None else each.expand_as(leaf) for path, each, leaf in given}
+            grads = {path: x if (x := mean[path]) is None else x.expand_as(leaf) for path, leaf in leaves.items()}
         local.step(grads)
         before = outer.leaves_of(leaves, local.state if outer.wants_moments else None)
         stepped, state = simulation(before, state)

@@ -290,8 +290,7 @@ class Engine:
         captures = device_of(self.device).is_capturing()
         if captures:
             self._require_capturable()
-        given = Weight.of(weight, captures) if self.sync.takes_weight else None
-        scale = 1.0 if self.sync.takes_weight else scale
+        given, scale = (Weight.of(weight, captures), 1.0) if self.sync.takes_weight else (None, scale)
         try:
             with in_profile("start"):
                 step = self._begin(given, scale, captures)

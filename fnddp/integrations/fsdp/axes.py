@@ -19,8 +19,7 @@ from fnddp.integrations.fsdp.replicas import Replicas, between, compress_replica
 from fnddp.integrations.fsdp.rows import Rows
 from fnddp.integrations.fsdp.shards import Pipeline, Shards, fitting, set_up_shards, unsynchronized
 from fnddp.integrations.fsdp.unit import Messages, Traffic, traffic_of
-from fnddp.outer.contract import Outer
-from fnddp.outer.contract import parse as parse_outer
+from fnddp.outer.contract import Outer, outer_of
 from fnddp.outer.plan import lower as lower_outer
 from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
@@ -156,7 +155,7 @@ def plan_axes(
     sizes = {axis: checked_int(f"plan_axes: world_size of {axis!r}", size) for axis, size in given.items()}
     if len(sizes) > 3 or min(sizes.values()) < 1:
         raise ValueError(f'plan_axes: world_size must be {{"shards": N, "replicas": N, "workers": N}}, got {given}')
-    step = parse_outer(outer) if isinstance(outer, str) else outer
+    step = None if outer is None else outer_of("plan_axes: outer", outer)
     if (step is None) != (sizes["workers"] == 1):
         missing = "outer" if step is None else "'workers' in world_size"
         raise ValueError(f"plan_axes: {missing} is missing: got world_size={world_size} and outer={outer!r}")

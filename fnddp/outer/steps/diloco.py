@@ -28,10 +28,8 @@ class Descending(Outer):
         super().__post_init__()
         require_options(self, self.sync, every=1)
         if not self.sync.agrees:
-            raise TypeError(
-                f"{type(self).__name__}: {self.sync!r} gives ranks different means of some leaves, but the anchor must "
-                "be the same on all; local_sgd has none"
-            )
+            problem = "gives ranks different means of some leaves, but the anchor is the same on all; use local_sgd"
+            raise TypeError(f"{type(self).__name__}: {self.sync!r} {problem}")
         for name in ("momentum", "alpha"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{type(self).__name__}: {name} must be in [0, 1), got {getattr(self, name)!r}")
