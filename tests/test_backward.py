@@ -201,6 +201,8 @@ def test_a_thread_may_evaluate_while_another_one_trains(rank: int) -> None:
             model(x_of(rank))
         with pytest.raises(RuntimeError, match="a backward of this model is running in another thread"):
             model(x_of(rank))
+        with pytest.raises(RuntimeError, match="a backward of this model is running in another thread"):
+            model.sync_state = model.sync_state
         seen.append(rank)
 
     def in_a_thread(grad: Tensor) -> None:
