@@ -215,6 +215,8 @@ def test_gradients_that_a_rank_lacks_are_an_error_on_all_ranks(rank: int):
     sharded = Sharded(wraps=False, **replicas)
     with pytest.raises((ValueError, fnddp.RankMismatchError), match="nosuch|set-up"):
         own_matrices(sharded.net, sharded.muon, "nosuch" if rank == 1 else "allgather")
+    with pytest.raises((TypeError, fnddp.RankMismatchError), match="expected an optimizer|set-up"):
+        own_matrices(sharded.net, None if rank == 1 else sharded.muon)  # type: ignore[arg-type]
     own_matrices(sharded.net, sharded.muon)
     sharded.step(rank, 0)
     sharded.backward(rank, 1)

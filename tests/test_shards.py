@@ -542,11 +542,12 @@ def test_replicas_that_set_another_counter_are_told_so_on_all_ranks(rank: int) -
     assert fnddp.state_dict(handle.sync_state) == before
 
 
+@pytest.mark.parametrize("compares", ["shards", "replicas"])
 @on_ranks(2, pytest.param(4, marks=pytest.mark.thorough))
-def test_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all_axes(rank: int) -> None:
+def test_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all_axes(rank: int, compares: str) -> None:
     mesh = meshes(dist.get_world_size() // 2, 2)
-    counts_nothing = {"gradients": "error_feedback(quantize(two_shot))"}  # so shards compare no state
-    handle = compress(sharded(mesh["shard"]), mesh, **ALL_AXES | counts_nothing)
+    others = {"shards": {"replicas": "allreduce"}, "replicas": {"gradients": "error_feedback(quantize(two_shot))"}}
+    handle = compress(sharded(mesh["shard"]), mesh, **ALL_AXES | others[compares])  # only one axis has a counter
     fits, checkpoint = handle.sync_state, handle.sync_checkpoint()
     saved, before = checkpoint.state_dict(), bits(fits)
     for wrong, says in (

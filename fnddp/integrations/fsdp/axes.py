@@ -57,8 +57,9 @@ class Compressed:
     @sync_state.setter
     def sync_state(self, state: Mapping[str, State]) -> None:
         def read(name: str) -> State:
-            if not isinstance(state, Mapping) or name not in state:
-                raise ValueError(f"compress: sync_state has no {name!r}; it needs {' and '.join(self._handles)}")
+            has = state.keys() if isinstance(state, Mapping) else ()
+            if missing := [each for each in self._handles if each not in has]:  # also of an axis that compares nothing
+                raise ValueError(f"compress: sync_state has no {missing[0]!r}; it needs {' and '.join(self._handles)}")
             return state[name]
 
         set_states((handle.prepare_state, partial(read, name)) for name, handle in self._handles.items())
@@ -268,9 +269,8 @@ def compress(
                         "replicas' dimension first. If experts have their own mesh, call compress_shards instead of "
                         "compress: compress_shards(model, gradients={'*.experts.*': ..., '*': ...})"
                     )
-        given = {"gradients": gradients, "weights": weights, "replicas": replicas}
-        axes = [axis for axis, pipeline in given.items() if pipeline is not None]
-        return {"the axes with a pipeline": ", ".join(axes)}  # the functions below compare those
+        given = {"gradients": gradients, "weights": weights, "replicas": replicas}  # the functions below compare those
+        return {"the axes with a pipeline": ", ".join(axis for axis, each in given.items() if each is not None)}
 
     agree_over(check, [*dict.fromkeys(map(group_name, of_model)), *across])
     of_shards = of_replicas = None

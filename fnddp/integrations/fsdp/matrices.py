@@ -336,7 +336,7 @@ def own_matrices(
         return {"gradients": repr(read[0]), "weights": repr(read[1]), "bucket_cap_mb": str(bucket_cap_mb)} | lines
 
     theirs = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-    agree_over(set_up, _everyones(model, theirs), call="own_matrices")
+    agree_over(set_up, _everyones(model, [*theirs, *model.parameters()]), call="own_matrices")
     return Matrices(model, optimizer, *made[-1])
 
 

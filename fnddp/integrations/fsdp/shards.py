@@ -105,7 +105,8 @@ class Shards:
             if unit.name in before
             for subject in replicated({unit.name: before[unit.name]})
         }
-        state = agreed_state(self.sync, before, read, groups, within=within)
+        others = [each.group for each in replicas_of(self._reductions.model)]
+        state = agreed_state(self.sync, before, read, groups, within=within, others=others)
 
         def set_state() -> None:
             self._reductions.states |= state
