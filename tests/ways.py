@@ -220,10 +220,7 @@ def on(wire: type) -> tuple[Point, ...]:
 
 
 # Segments of a plan encode and decode; the last one runs after the vote.
-BY_LEAF = (
-    *(Point(Step, "_start"), Point(Step, "_start", interrupts=True)),
-    *(Point(Step, "_run", -1), Point(Step, "_run", -1, interrupts=True), Point(Vote, "cast")),
-)
+BY_LEAF = Point(Step, "_run", -1), Point(Step, "_run", -1, interrupts=True), Point(Vote, "cast")
 # A codec's encode and decode, of each group of FSDP's parameters.
 BY_BUFFER = Point(Unit, "reduce"), Point(Hop, "added")
 

@@ -290,7 +290,6 @@ class _Ending:
         backwards = in_order(self.ends) if len(self.ends) > 1 else [*self.ends]
         failure = self._known_failure(backwards) if len(backwards) > 1 else None
         for backward in backwards:
-            self.shared.begun.pop(backward, None)
             try:
                 with applying(backward.engine):
                     if (
@@ -303,6 +302,8 @@ class _Ending:
                         backward.fail(failure)
             except BaseException as error:  # other ranks wait for the remaining steps, which fail with this one
                 failure = failure or error
+            finally:
+                self.shared.begun.pop(backward, None)
         if failure is not None:
             raise failure
 

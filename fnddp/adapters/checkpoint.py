@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fnddp.core.agreement import raised
+from fnddp.core.agreement import reraise
 from fnddp.core.parse import parse
 from fnddp.core.state import differing, load_state_dict, parts, state_dict
 from fnddp.core.sync import LOCAL, State, Sync
@@ -234,13 +234,13 @@ class Checkpoints(Checkpoint):
 def set_states(axes: Iterable[tuple[Callable[[Callable[[], State]], Callable[[], None]], Callable[[], State]]]) -> None:
     """Set the states of several axes, each given as its `prepare_state` and the `read` to pass to it.
 
-    After an error the ranks that compare the remaining axes get it too, and nothing is set.
+    If one axis raises, the remaining axes raise its error on their ranks, too, and nothing is set.
     """
     failure: Exception | None = None
     prepared: list[Callable[[], None]] = []
     for prepare, read in axes:
         try:
-            prepared.append(prepare(read if failure is None else partial(raised, failure)))
+            prepared.append(prepare(read if failure is None else partial(reraise, failure)))
         except Exception as error:
             failure = failure or error
     if failure is not None:

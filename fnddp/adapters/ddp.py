@@ -13,7 +13,7 @@ from fnddp import torch_private
 from fnddp.adapters.backward import Backward
 from fnddp.adapters.handle import PipelineHandle
 from fnddp.adapters.module.slots import Slots, WrappedParameters
-from fnddp.core.agreement import agree, description, raised
+from fnddp.core.agreement import agree, description, reraise
 from fnddp.core.group import group_name
 from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import Sync
@@ -124,7 +124,7 @@ class Handle(PipelineHandle):
             self._pending = []
             if not torch_private.is_within_backward():  # DDP's join runs hooks by itself
                 raise
-            _behind_ddp(partial(raised, error))
+            _behind_ddp(partial(reraise, error))
 
     def _complete(self, mean: Leaves) -> None:
         """Pass the means to DDP."""

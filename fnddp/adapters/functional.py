@@ -173,7 +173,7 @@ def _backward(
             variable.register_post_accumulate_grad_hook(partial(arrives, path))
         first = next_node_number()  # older nodes belong to the caller's graph and must not run
         result = loss_of(variables, *batch)
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+    if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
         raise TypeError(
             f"value_and_grad: with has_aux=True loss_fn must return (loss, aux), got a {type(result).__name__}"
         )

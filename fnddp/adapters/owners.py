@@ -260,7 +260,7 @@ class OwnerDataParallel(OwnedStates, DistributedDataParallel):
     def __getstate__(self) -> NoReturn:
         raise TypeError("own: it has the optimizers of this process; copy or pickle model.module, and call own again")
 
-    def _read(self, sync: Sync | str) -> Sync:
+    def _pipeline_of(self, sync: Sync | str) -> Sync:
         return with_halves(first_hop("own", sync), self._half)
 
 
@@ -335,7 +335,7 @@ def own(
     made: list[tuple[list[dict[str, nn.Parameter]], list[Owners], Sync, Sync]] = []
 
     def set_up() -> dict[str, str]:
-        if master_dtype is not None and not getattr(master_dtype, "is_floating_point", False):
+        if not (master_dtype is None or (isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point)):
             raise TypeError(f"own: master_dtype must be a floating-point dtype, got {master_dtype!r}")
         pipelines = first_hop("own", gradients), second_hop("own", weights)
         named = parameters_of("own", model, optimizers)

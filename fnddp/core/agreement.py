@@ -104,7 +104,7 @@ def agree_over(
     of_groups = [(group, {s: line for s, line in lines.items() if group in known.get(s, (group,))}) for group in groups]
     for group, compared in [*of_groups, *((group, dict[str, str]()) for group in others)]:
         try:
-            agree(partial(raised, failure) if failure is not None else compared.copy, group, wire, call=call)
+            agree(partial(reraise, failure) if failure is not None else compared.copy, group, wire, call=call)
         except Exception as error:  # ranks of the next group must learn of it
             failure = failure or error
     if failure is not None:
@@ -155,11 +155,11 @@ def fails_alike(group: Group, *, enabled: bool = True) -> Generator[None]:
         yield
     except Exception as error:
         if enabled:
-            agree(partial(raised, error), group)
+            agree(partial(reraise, error), group)
         raise
 
 
-def raised(error: BaseException) -> Any:
+def reraise(error: BaseException) -> Any:
     raise error
 
 

@@ -82,7 +82,7 @@ def shards_of(
         return {_MODEL: "sharded by fully_shard"}
 
     agree_over(check, _everyone(group if isinstance(wire, C10d) else largest, largest))
-    groups = tuple(dict.fromkeys(groups_of(largest)))
+    groups = tuple(dict.fromkeys(groups_of_mesh(largest)))
     voters = groups if isinstance(wire, C10d) else ()
     place = f"{largest.get_coordinate()} of {list(largest.shape)}"
     sizes = {name: p.numel() for name, p in sharded.items()}
@@ -97,7 +97,7 @@ def _everyone(group: Group, shards: DeviceMesh | None) -> list[Group]:
     within = shards or (group[0] if isinstance(group, tuple) else group)
     if not isinstance(within, DeviceMesh):
         return [group]
-    dims: list[Group] = [*groups_of(root_mesh(within))]
+    dims: list[Group] = [*groups_of_mesh(root_mesh(within))]
     return [*dims, group] if shards is not None and len(dims) == shards.ndim and group is not shards else dims
 
 
@@ -121,7 +121,7 @@ def ranks_of(mesh: DeviceMesh) -> set[int]:
     return set(mesh.mesh.flatten().tolist())
 
 
-def groups_of(mesh: DeviceMesh) -> list[str | None]:
+def groups_of_mesh(mesh: DeviceMesh) -> list[str | None]:
     return [group_name((mesh, dim)) for dim in range(mesh.ndim)]
 
 

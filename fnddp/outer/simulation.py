@@ -141,7 +141,7 @@ def simulate_training(
         nonlocal state, sync_state
         if gradients is not None:
             mean, sync_state = gradients(grads, sync_state)
-            grads = {path: x if (x := mean[path]) is None else x.expand_as(leaf) for path, leaf in leaves.items()}
+            grads = {path: None if (x := mean[path]) is None else x.expand_as(leaf) for path, leaf in leaves.items()}
         local.step(grads)
         before = outer.leaves_of(leaves, local.state if outer.wants_moments else None)
         stepped, state = simulation(before, state)

@@ -290,16 +290,14 @@ class Engine:
         captures = device_of(self.device).is_capturing()
         if captures:
             self._require_capturable()
-        given, scale = (Weight.of(weight, captures), 1.0) if self.sync.takes_weight else (None, scale)
+        given = Weight.of(weight, captures) if self.sync.takes_weight else None
         try:
             with in_profile("start"):
-                step = self._begin(given, scale, captures)
+                step = self._begin(given, 1.0 if self.sync.takes_weight else scale, captures)
         except BaseException as error:
+            # Other ranks may have begun.
             if not captures and any(self.wire.size(group) > 1 for group in self.groups or {None}):
-                try:  # other ranks may have begun, but this one has sent nothing: fail in a step that begins now
-                    (self.step or self._begin(given, scale, captures)).fail(error)
-                except BaseException:
-                    self.broken = error
+                self.broken = error
             raise
         if given is not None and sends:
             try:

@@ -455,7 +455,9 @@ class Step:
         self._wait_all()
         try:
             with self._on_side_stream():
-                self._unused = vote.outcome(waits=self._learns_order)  # a rank that has failed agrees on no order
+                self._unused = vote.outcome(
+                    waits=self._learns_order
+                )  # `commit` agrees on the order, without failed ranks
         except (StepFailedError, ValueError):  # raised on all ranks; others may leave ranks desynchronized
             self.give_up(failed=True)
             raise

@@ -421,7 +421,7 @@ class DistributedDataParallel(TorchNames):
                 sync = automatic(self._trained.gradients, self._group, self._wire)
 
         def begin() -> dict[str, str]:
-            given = self._read(sync)
+            given = self._pipeline_of(sync)
             pipeline = arguments.with_wire_dtype(given, self.mixed_precision).over(self._group, unnamed_only=True)
             grads = self._trained.gradients()
             made.append((pipeline, pipeline.init(grads)))
@@ -440,7 +440,7 @@ class DistributedDataParallel(TorchNames):
             begin()
         return made[-1]
 
-    def _read(self, sync: Sync | str) -> Sync:
+    def _pipeline_of(self, sync: Sync | str) -> Sync:
         return pipeline_of("DistributedDataParallel: sync", sync)
 
     def _set_up(self, pipeline: Sync, initial: State) -> None:

@@ -15,7 +15,7 @@ from fnddp.core.group import group_name
 from fnddp.core.options import checked_int
 from fnddp.core.sync import State, Sync, all_in
 from fnddp.integrations.fsdp.plan import AxesPlan, Axis, axes_of
-from fnddp.integrations.fsdp.replicas import Replicas, between, compress_replicas
+from fnddp.integrations.fsdp.replicas import Replicas, checked_pipeline, compress_replicas
 from fnddp.integrations.fsdp.rows import Rows
 from fnddp.integrations.fsdp.shards import Pipeline, Shards, fitting, set_up_shards, unsynchronized
 from fnddp.integrations.fsdp.unit import Messages, Traffic, traffic_of
@@ -57,9 +57,8 @@ class Compressed:
     @sync_state.setter
     def sync_state(self, state: Mapping[str, State]) -> None:
         def read(name: str) -> State:
-            has = state.keys() if isinstance(state, Mapping) else ()
-            if missing := [each for each in self._handles if each not in has]:  # also of an axis that compares nothing
-                raise ValueError(f"compress: sync_state has no {missing[0]!r}; it needs {' and '.join(self._handles)}")
+            if not isinstance(state, Mapping) or self._handles.keys() - state.keys():  # some compare nothing
+                raise ValueError(f"compress: sync_state must have the keys {[*self._handles]}, got {[*(state or ())]}")
             return state[name]
 
         set_states((handle.prepare_state, partial(read, name)) for name, handle in self._handles.items())
@@ -157,9 +156,8 @@ def plan_axes(
     if len(sizes) > 3 or min(sizes.values()) < 1:
         raise ValueError(f'plan_axes: world_size must be {{"shards": N, "replicas": N, "workers": N}}, got {given}')
     step = None if outer is None else outer_of("plan_axes: outer", outer)
-    if (step is None) != (sizes["workers"] == 1):
-        missing = "outer" if step is None else "'workers' in world_size"
-        raise ValueError(f"plan_axes: {missing} is missing: got world_size={world_size} and outer={outer!r}")
+    if (step is None) == ("workers" in (world_size or {})):
+        raise ValueError(f"plan_axes: outer and 'workers' in world_size need each other, got {outer} and {world_size}")
     n = sizes["shards"]
     of_gradients, of_weights = fitting("gradients", gradients), fitting("weights", weights)
     if several := [sync for sync in (of_gradients, of_weights) if sync and partition in map(type, all_in(sync))]:
@@ -185,7 +183,7 @@ def plan_axes(
     sends_weight = of_gradients is not None and of_gradients.takes_weight
     axes = [*axes_of(traffic, of_gradients, of_weights, n, sends_weight)]
     if sizes["replicas"] > 1 or replicas is not None:
-        pipeline = between(replicas or allreduce, n, sends_weight if n > 1 else None)
+        pipeline = checked_pipeline("plan_axes", replicas or allreduce, n, sends_weight if n > 1 else None)
         plans = [each.plan for each in period(pipeline, local, world_size=sizes["replicas"])]
         axes.append(_of_replicas(pipeline, max(plans, key=lambda plan: plan.wire_bytes), sizes["replicas"]))
     if step is not None:

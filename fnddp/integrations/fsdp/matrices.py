@@ -24,7 +24,7 @@ from fnddp.core.table import Cut, Hop, Table
 from fnddp.core.tree import Leaves, without_wrappers
 from fnddp.integrations.fsdp.replicas import replicas_of
 from fnddp.integrations.fsdp.unit import layers_of
-from fnddp.outer.shards import groups_of
+from fnddp.outer.shards import groups_of_mesh
 from fnddp.reducers.halves import Owners, to_all
 from fnddp.run.hops import options_of, owners_of, require_ownable, second_hop
 from fnddp.run.vote import StepFailedError
@@ -174,7 +174,7 @@ class Matrices(OwnedOptimizer, OwnedStates):
         return [name for name, is_changed in zip(self.parameters, flags, strict=True) if is_changed]
 
     def _highest(self, values: list[int]) -> list[int]:
-        for group in _everyones(self._model, self.parameters.values()):  # replicas may be new
+        for group in _groups_of_all(self._model, self.parameters.values()):  # replicas may be new
             values = control.highest_of(values, group)
         return values
 
@@ -319,7 +319,7 @@ def own_matrices(
         RankMismatchError: On all ranks, if they disagree about pipelines, parameters or options.
         TypeError: A parameter is not a matrix, or not sharded by rows over one mesh; a pipeline does not fit; the
             optimizer evaluates closures, or has owners already.
-        ValueError: A parameter does not belong to the model; or `bucket_cap_mb` is not a positive number.
+        ValueError: A parameter does not belong to the model; or `bucket_cap_mb` is not a positive, finite number.
     """
     made: list[tuple[dict[str, DTensor], str | None, Sync, Sync, float]] = []
 
@@ -336,14 +336,14 @@ def own_matrices(
         return {"gradients": repr(read[0]), "weights": repr(read[1]), "bucket_cap_mb": str(bucket_cap_mb)} | lines
 
     theirs = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-    agree_over(set_up, _everyones(model, [*theirs, *model.parameters()]), call="own_matrices")
+    agree_over(set_up, _groups_of_all(model, [*theirs, *model.parameters()]), call="own_matrices")
     return Matrices(model, optimizer, *made[-1])
 
 
-def _everyones(model: nn.Module, parameters: Iterable[Tensor]) -> list[str | None]:
+def _groups_of_all(model: nn.Module, parameters: Iterable[Tensor]) -> list[str | None]:
     """Return the groups that, one after the other, spread an error of one rank to all shards and replicas."""
     mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
-    return [*([None] if mesh is None else groups_of(mesh)), *(each.group for each in replicas_of(model))]
+    return [*([None] if mesh is None else groups_of_mesh(mesh)), *(each.group for each in replicas_of(model))]
 
 
 def _state_of(name: str, p: DTensor, optimizer: torch.optim.Optimizer) -> str:

@@ -22,7 +22,7 @@ from fnddp.core.parse import pipeline_of
 from fnddp.core.sync import Sync, all_in
 from fnddp.core.tree import Leaves
 from fnddp.integrations.fsdp.reductions import Ends, Reduction, reductions_of
-from fnddp.outer.shards import groups_of, ranks_of
+from fnddp.outer.shards import groups_of_mesh, ranks_of
 from fnddp.plan.plan import Plan
 from fnddp.run.choose import AUTO, automatic
 from fnddp.wire import control
@@ -34,7 +34,7 @@ class Replicas(PipelineHandle):
     def __init__(
         self, model: nn.Module, parameters: dict[str, DTensor], sync: Sync, group: str | None, shards: DeviceMesh
     ) -> None:
-        self._shards, self._others, self._parameters = shards, groups_of(shards), parameters
+        self._shards, self._others, self._parameters = shards, groups_of_mesh(shards), parameters
         self._frozen = {name: p for name, p in model.named_parameters() if name not in parameters}
         local = _local(parameters)
         super().__init__(local, sync, group, learns_order=True, other_groups=self._others)
@@ -133,11 +133,8 @@ class Replicas(PipelineHandle):
 
     def _start(self) -> None:
         if self._is_armed and not self._engine.is_open:
-            self._backward.attempt(self._begin)
-
-    def _begin(self) -> None:
-        part = weight = None
-        try:
+            self._backward.failure = None
+            part = weight = None
             if self._reductions is not None:
                 part = self._reductions.begin()
                 part.weigh()
@@ -146,7 +143,6 @@ class Replicas(PipelineHandle):
                 # NaN if a rank has no weight: this fails the step.
                 weight = self._weight.given if mean is None else mean.nan_to_num(0.0).item()
             self._backward.begin(weight=weight)
-        finally:  # raises an error of these
             self._ends.add(self._backward, partial(self._finish, part))
 
     def _feed(self, name: str, _: Tensor) -> None:
@@ -154,7 +150,11 @@ class Replicas(PipelineHandle):
             self._backward.attempt(lambda: self._put(name))
 
     def _put(self, name: str) -> None:
-        self._start()  # if backward did not begin at the model's outputs
+        try:
+            self._start()  # if backward did not begin at the model's outputs
+        except Exception:
+            self._ends.add(self._backward, partial(self._finish, None))  # this will raise the error
+            raise
         self._require_untaken(name)
         grad = self._parameters[name].grad
         assert isinstance(grad, DTensor)
@@ -264,7 +264,7 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     made: list[Replicas] = []
     meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     shards = max(meshes, key=DeviceMesh.size, default=cast("Any", None))  # `_sharded` refuses None
-    others = groups_of(shards) if shards else []
+    others = groups_of_mesh(shards) if shards else []
     found = partial(_sharded, model, replicate, shards)
     given = automatic(lambda: _local(found()), group, other_groups=others) if sync == AUTO else sync
 
@@ -273,7 +273,9 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
         reductions, averages = reductions_of(model), [of.shards for _, groups in modules.values() for of in groups]
         has_mean = any(each is not None and each.size() > 1 for each in averages)
         are_weighted = (reductions is not None and reductions.takes_weight) if has_mean else None
-        pipeline = between(given, shards.size(), are_weighted).over(group, unnamed_only=True)
+        pipeline = checked_pipeline("compress_replicas", given, shards.size(), are_weighted).over(
+            group, unnamed_only=True
+        )
         made.append(Replicas(model, parameters, pipeline, group, shards))
         return description(pipeline, _local(parameters), made[-1].sync_state)
 
@@ -287,23 +289,23 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
     return replicas
 
 
-def between(given: str | Sync, shards: int, are_weighted: bool | None) -> Sync:
+def checked_pipeline(owner: str, given: str | Sync, shards: int, are_weighted: bool | None) -> Sync:
     """Return the pipeline between replicas, checked; `are_weighted` says if means over shards are, None without any."""
-    sync = pipeline_of("compress_replicas: sync", given)
+    sync = pipeline_of(f"{owner}: pipeline of replicas", given)
     for each in all_in(sync) if shards > 1 else ():
         if each.wants_whole_leaves:
             raise TypeError(
-                f"compress_replicas: {type(each).__name__} needs whole leaves, but here each rank has only a shard of "
+                f"{owner}: {type(each).__name__} needs whole leaves, but here each rank has only a shard of "
                 "each leaf; remove it: torch.nn.utils.clip_grad_norm_ after backward counts all shards, and a step "
                 "with NaN or infinite gradients does not change the state"
             )
     if sync.takes_weight and are_weighted is False:
         raise TypeError(
-            f"compress_replicas: {sync!r} is weighted, but shards take the plain mean; call compress_shards(model, "
+            f"{owner}: {sync!r} is weighted, but shards take the plain mean; call compress_shards(model, "
             "gradients='weighted(two_shot)') before compress_replicas"
         )
     if are_weighted and not sync.takes_weight:
-        raise TypeError(f"compress_replicas: shards are weighted, but {sync!r} is not; write weighted({sync!r})")
+        raise TypeError(f"{owner}: shards are weighted, but {sync!r} is not; write weighted({sync!r})")
     return sync
 
 
