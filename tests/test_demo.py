@@ -28,7 +28,7 @@ SECONDS = 150  # for a demo of a few steps, on a machine that is busy with other
 def start(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -118,7 +118,10 @@ def test_no_process_stays(
         until(lambda: sum(is_connected(pid) for pid in descendants(training.pid)) == 2)
         processes = descendants(training.pid)
         kill(training.pid, number)
-        training.wait(timeout=SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            training.wait(timeout=SECONDS / 2)
+        if training.poll() is None:
+            os.kill(training.pid, signal.SIGABRT)  # so that it shows where it waits, on standard error
         until(lambda: not any(map(is_alive, processes)))
     finally:
         code, _, errors = finish(training)
