@@ -125,7 +125,7 @@ def test_no_process_stays(
         until(lambda: not any(map(is_alive, processes)))
     finally:
         code, _, errors = finish(training)
-    assert (code, complaints(errors)) == (ends_with, says)
+    assert (code, complaints(errors)) == (ends_with, says), errors
     assert list(tmp_path.iterdir()) == []
 
 
