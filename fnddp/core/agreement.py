@@ -160,6 +160,7 @@ def fails_alike(group: Group, *, enabled: bool = True) -> Generator[None]:
 
 
 def reraise(error: BaseException) -> Any:
+    """Raise `error`, as a callback."""
     raise error
 
 

@@ -122,6 +122,7 @@ def ranks_of(mesh: DeviceMesh) -> set[int]:
 
 
 def groups_of_mesh(mesh: DeviceMesh) -> list[str | None]:
+    """Return the name of this rank's group in each dimension."""
     return [group_name((mesh, dim)) for dim in range(mesh.ndim)]
 
 

@@ -455,9 +455,7 @@ class Step:
         self._wait_all()
         try:
             with self._on_side_stream():
-                self._unused = vote.outcome(
-                    waits=self._learns_order
-                )  # `commit` agrees on the order, without failed ranks
+                self._unused = vote.outcome(waits=self._learns_order)  # no failed rank joins the agreement on the order
         except (StepFailedError, ValueError):  # raised on all ranks; others may leave ranks desynchronized
             self.give_up(failed=True)
             raise
@@ -539,7 +537,7 @@ class Step:
 
     def _is_due(self) -> bool:
         now, segments = perf_counter(), self._program.segments
-        if not self._program.is_polled or not self._works or now < self._polled + POLL_SECONDS:
+        if not self._works or now < self._polled + POLL_SECONDS:
             return False
         self._polled = now
         done = [self._is_completed(index) for index in self._works]

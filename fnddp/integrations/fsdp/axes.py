@@ -243,7 +243,7 @@ def compress(
     replicas   bf16(allreduce)         1         1    144 B          0 B
     >>> dist.destroy_process_group()
     """
-    names: Any = mesh.mesh_dim_names
+    names = mesh.mesh_dim_names
     across = [group_name(mesh.get_group(0))] if mesh.ndim == 2 else []  # ranks may disagree about having a pipeline
     modules = fsdp_groups(model)
     of_model = [group.shards for _, groups in modules.values() for group in groups if group.shards is not None]
@@ -275,5 +275,6 @@ def compress(
     if not (gradients is None and weights is None):
         of_shards = set_up_shards(model, gradients, weights, across)
     if replicas is not None:
+        assert names is not None
         of_replicas = compress_replicas(model, replicas, mesh[names[0]])
     return Compressed(model, mesh, of_shards, of_replicas)

@@ -299,9 +299,8 @@ def own_matrices(
     While the optimizer runs on the matrices of one message, those of the next and the last message are being sent.
     Owners are balanced by rows x columns x the smaller of both. Before the step everything is as in FSDP: gradients are
     shards, so clipping and loss scalers work as with any DTensor. An owner stores its matrices and their optimizer
-    state, 1 / n of all, in addition to its shards. Each rank copies its shards, to detect values loaded into
-    them, and to restore them if a step fails. With HSDP and `compress_replicas` each replica does
-    the same. Step hooks see shards.
+    state, 1 / n of all, in addition to its shards. Each rank copies its shards, to detect values loaded into them, and
+    to restore them if a step fails. With HSDP or `compress_replicas` each replica does so too. Step hooks see shards.
 
     The wrong choice for optimizers that compute each element independently: they can run on shards.
 

@@ -273,9 +273,8 @@ def compress_replicas(model: nn.Module, sync: str | Sync, replicate: DeviceMesh)
         reductions, averages = reductions_of(model), [of.shards for _, groups in modules.values() for of in groups]
         has_mean = any(each is not None and each.size() > 1 for each in averages)
         are_weighted = (reductions is not None and reductions.takes_weight) if has_mean else None
-        pipeline = checked_pipeline("compress_replicas", given, shards.size(), are_weighted).over(
-            group, unnamed_only=True
-        )
+        checked = checked_pipeline("compress_replicas", given, shards.size(), are_weighted)
+        pipeline = checked.over(group, unnamed_only=True)
         made.append(Replicas(model, parameters, pipeline, group, shards))
         return description(pipeline, _local(parameters), made[-1].sync_state)
 
