@@ -559,6 +559,8 @@ def test_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all_axes(rank: int
             handle.sync_state = fits if rank else wrong  # type: ignore[assignment]
     with pytest.raises(ValueError, match="does not fit"):
         checkpoint.load_state_dict({**saved, "shards/parts": saved["shards/parts"] if rank else []})
+    with pytest.raises(ValueError, match="no pipeline state for this rank"):
+        checkpoint.load_state_dict(saved if rank else {})
     assert bits(handle.sync_state) == before
     checkpoint.load_state_dict(saved)
 

@@ -125,6 +125,8 @@ class Checkpoint:
 
     def saved_by(self, saved: Mapping[str, Any]) -> int:
         """Return the number of ranks that saved the checkpoint `saved`."""
+        if self._prefix + _WORLD_SIZE not in saved:
+            raise ValueError(f"the checkpoint has no pipeline state for this rank; {BEGIN_ANEW}")
         return saved[self._prefix + _WORLD_SIZE]
 
     def adopt_pipeline(self, saved: Mapping[str, Any]) -> None:
@@ -155,8 +157,11 @@ class Checkpoint:
 
     def prepare(self, state_dict: Mapping[str, Any], read: Callable[[], State]) -> Callable[[], None]:
         """Compare the state that `read` returns between all ranks, and return a function that sets it."""
-        if self.saved_by(state_dict) == self._saved_size:
-            self.adopt_pipeline(state_dict)
+        try:
+            if self.saved_by(state_dict) == self._saved_size:
+                self.adopt_pipeline(state_dict)
+        except Exception as error:  # the other ranks wait in `prepare_state`
+            read = partial(reraise, error)
         set_state = self._owner.prepare_state(read)
 
         def set_all() -> None:
