@@ -67,6 +67,12 @@ def test_a_difference_raises_on_all_ranks(what):
     assert messages[0].startswith(f"RankMismatchError: ranks disagree about {message}")
 
 
+def test_a_text_that_cannot_be_read_on_a_rank_is_an_error_on_all():
+    others, own = run_threads(2, outcome, {"sync": "nosuch"})
+    assert own.startswith("ValueError: parse: unknown name 'nosuch'")
+    assert others.startswith(f"RankMismatchError: ranks disagree about set-up: rank 0: done; rank 1: failed with {own}")
+
+
 class Marked(NamedTuple):
     value: fnddp.Replicated[torch.Tensor]
 

@@ -479,8 +479,7 @@ class DistributedDataParallel(TorchNames):
 
     def __getstate__(self) -> dict[str, Any]:
         # Keep the pipeline and its state (torch's class loses them with its hook). Hooks and plans are made again.
-        made_again = ("_steps", "_slots", "reducer")
-        attributes = {key: value for key, value in self.__dict__.items() if key not in made_again}
+        attributes = {key: value for key, value in vars(self).items() if key not in ("_steps", "_slots", "reducer")}
         return {**attributes, "_saved": (self.sync, self.sync_state)}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
