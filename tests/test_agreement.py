@@ -67,6 +67,12 @@ def test_a_difference_raises_on_all_ranks(what):
     assert messages[0].startswith(f"RankMismatchError: ranks disagree about {message}")
 
 
+def test_a_text_that_cannot_be_read_on_a_rank_is_an_error_on_all():
+    others, own = run_threads(2, outcome, {"sync": "nosuch"})
+    assert own.startswith("ValueError: parse: unknown name 'nosuch'")
+    assert others.startswith(f"RankMismatchError: ranks disagree about set-up: rank 0: done; rank 1: failed with {own}")
+
+
 class Marked(NamedTuple):
     value: fnddp.Replicated[torch.Tensor]
 
@@ -100,12 +106,16 @@ def require_mean(model: nn.Module, rank: int) -> None:
 
 
 MIXED = [torch.nn.parallel.distributed._MixedPrecision(reduce_dtype=each) for each in (torch.float16, torch.bfloat16)]
+FROZEN = [nn.Sequential(nn.Linear(4, 2), nn.Linear(2, n, bias=False).requires_grad_(False)) for n in (2, 3)]
 SET_UPS: list[tuple[str, list[Any], str]] = [  # an argument, its values on the two ranks, and what both raise
     ("module", [nn.Linear(4, 2), nn.Linear(4, 3)], r"leaf 'weight': rank 0: float32\[2, 4\] .*rank 1: float32\[3, 4\]"),
     ("bucket_cap_mb", [1, 2], "options: rank 0: .*buckets of 1 MiB.*; rank 1: .*buckets of 2 MiB"),
     ("static_graph", [False, True], "options: rank 0: .*static_graph=False.*; rank 1: .*static_graph=True"),
     ("skip_all_reduce_unused_params", [False, True], "options: rank 0: .*unused_params=False.*; rank 1: .*=True"),
     ("backend", [None, "inductor"], "options: .*backend=inductor"),
+    ("forward_sync_buffers", [False, True], "options: rank 0: .*sync_buffers=False.*; rank 1: .*sync_buffers=True"),
+    ("module", FROZEN, r"tensor '1.weight': rank 0: float32\[2, 2\]; rank 1: float32\[3, 2\]"),
+    ("module", [nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False)], "tensor 'running_mean': .*: nothing"),
     ("mixed_precision", MIXED, "pipeline: rank 0: fp16.*rank 1: bf16"),
 ]
 

@@ -46,8 +46,7 @@ def verify(sync: Expression | str, grads: Tree, state: State | None = None, *, g
     >>> from fnddp import allreduce
     >>> verify(allreduce, {"w": torch.ones(2)})
     """
-    expression = pipeline_of("verify: sync", sync) if isinstance(sync, str) else sync
-    agree(lambda: description(expression, tree.flatten(grads)[0], state), group, call="fnddp.verify")
+    agree(lambda: description(sync, tree.flatten(grads)[0], state), group, call="fnddp.verify")
 
 
 def agree(
@@ -62,9 +61,7 @@ def agree(
     wire.size(name)  # raises if there ought to be a process group
     failure: Exception | None = None
     try:
-        mine = describe_rank()
-    except RankMismatchError as error:  # in another group
-        failure, mine = error, {"set-up": str(error)}
+        mine = {"set-up": "done", **describe_rank()}
     except Exception as error:
         failure, mine = error, {"set-up": f"failed with {type(error).__name__}: {error}"}
     digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()
@@ -164,12 +161,13 @@ def reraise(error: BaseException) -> Any:
     raise error
 
 
-def description(sync: Expression, leaves: Leaves, state: State | None) -> dict[str, str]:
+def description(sync: Expression | str, leaves: Leaves, state: State | None) -> dict[str, str]:
     """Return the lines that must be equal on all ranks, by subject; they include the order of `leaves`.
 
     Raises:
-        TypeError, ValueError: A leaf is not dense, or a DTensor.
+        TypeError, ValueError: A leaf is not dense, or a DTensor; the text of a pipeline is wrong.
     """
+    sync = pipeline_of("verify: sync", sync) if isinstance(sync, str) else sync
     tree.require_leaves(type(sync).__name__, leaves)
     of_leaves = {f"leaf {path!r}": f"{describe(leaf)} on {leaf.device.type}" for path, leaf in leaves.items()}
     of_state = {f"state {part.path!r}": describe(part.value) for part in parts(state)}

@@ -160,6 +160,8 @@ def load(
     try:
         dcp.load(about, checkpoint_id=folder, process_group=group, planner=planner)
     except CheckpointException as error:
+        if any("Missing key" not in str(failure) for failure, _ in error.failures.values()):  # in a file, or no file
+            raise
         raise ValueError(
             f"load: {folder} has no pipeline state for this rank: it was written without one, or for another number "
             f"of shards ({error}); {BEGIN_ANEW}"

@@ -275,8 +275,8 @@ class Membership:
         live = live_or_none(self._group)
         if (live and weakref.ref(live)) != self._live:
             raise RuntimeError(
-                f"{self._then} {self._was}, but it now runs {_described(live)}: gradients would not be the mean over "
-                f"its ranks; {self._fix}"
+                f"{self._then} {self._was}, but it now runs {_described(live)}{', created since' if live else ''}: "
+                f"gradients would not be the mean over its ranks; {self._fix}"
             )
 
 

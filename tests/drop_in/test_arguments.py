@@ -145,6 +145,13 @@ def test_a_broken_promise_fails_on_all_ranks_without_a_trace(
     assert bits(model.sync_state) == bits(straight.sync_state)
 
 
+@on_ranks(2)
+def test_parameters_that_a_first_step_used_may_be_unused_later(rank: int) -> None:
+    skipping, straight = (DDP(Parts(), skip_all_reduce_unused_params=skips, **SMALL) for skips in (True, False))
+    for use in ("ab", "a", "b", "ab"):
+        steps_alike(rank, skipping, straight, use=[use])
+
+
 @pytest.mark.parametrize(
     ("options", "text", "wire"),
     [

@@ -34,7 +34,7 @@ class Promises:
         """
         first = self.first = unused if self.first is None else self.first
         self.is_static = self.is_static and unused == first
-        if unused == first or not (self.static_graph or self.skips_unused):
+        if unused == first or not (self.static_graph or (self.skips_unused and first - unused)):
             return
         promise = "static_graph" if self.static_graph else "skip_all_reduce_unused_params"
         self.first = None if self.static_graph else first
@@ -48,9 +48,9 @@ class Promises:
         raise RuntimeError(
             "Expected to have finished reduction in the prior iteration before starting a new one. This error "
             "indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
-            f"iteration, but then got unused in the second iteration. this is not compatible with {promise} set to "
+            "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to "
             f"True.\nParameter indices which did not receive grad for any rank: {self._show(unused - first)}; leave "
-            f"{promise} out: fnddp needs neither to be fast"
+            "static_graph out: fnddp does not need it to be fast"
         )
 
     def _show(self, names: frozenset[str]) -> str:

@@ -386,7 +386,7 @@ class Steps:
         with torch.autograd.profiler.record_function("search_unused_parameters"):
             done = self.backward.end(self._take_late, self._keeps_promises)
         if learns and self.promises.skips_unused and len(done.unused) < len(self.parameters):
-            self.engine.drop(done.unused)
+            self.engine.drop(self.promises.first or frozenset())
         return done
 
     def _write(self, done: Synchronized, taken: _Taken) -> None:

@@ -29,6 +29,7 @@ from fnddp.core.buckets import MB
 from fnddp.core.group import group_name
 from fnddp.core.parse import parse, pipeline_of
 from fnddp.core.sync import State, Sync
+from fnddp.core.tree import without_wrappers
 from fnddp.device import device_of
 from fnddp.plan.draft import Donation
 from fnddp.reducers.all_reduce import allreduce
@@ -130,9 +131,7 @@ class DistributedDataParallel(TorchNames):
         backend: str | None = None,
     ) -> None:
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time"
-            )
+            raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set together")
         if check_reduction:
             warnings.warn("`check_reduction` is deprecated, and does nothing", FutureWarning, stacklevel=2)
         sync_in_forward, sync_now = arguments.checked_buffer_flags(broadcast_buffers, forward_sync_buffers)
@@ -140,7 +139,8 @@ class DistributedDataParallel(TorchNames):
         ignored = torch_private.params_and_buffers_to_ignore(module)
         with fails_alike(group, enabled=init_sync):
             trained = _trained(module, ignored)
-            parameters = [p for name, p in module.named_parameters() if name not in ignored]
+            copied = {name: p for name, p in module.named_parameters() if name not in ignored}
+            parameters = [*copied.values()]
             devices = arguments.checked_devices(module, parameters, device_ids, output_device)
             caps = arguments.bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
             arguments.with_wire_dtype(sync, mixed_precision)  # before anything is measured
@@ -165,11 +165,11 @@ class DistributedDataParallel(TorchNames):
             list(trained.parameters), static_graph=static_graph, skips_unused=skip_all_reduce_unused_params
         )
         self._is_measured = self._compares = sync == AUTO
-        self._set_up(*self._agreed(sync, verify=init_sync))
+        copied |= self.named_module_buffers if sync_now else {}
+        self._set_up(*self._agreed(sync, verify=init_sync, copied=copied))
         self._engine.connect()
         if init_sync:
-            buffers = self.modules_buffers if sync_now else ()
-            control.broadcast([t.detach() for t in [*parameters, *buffers]], group, wire=wire)
+            control.broadcast([t.detach() for t in copied.values()], group, wire=wire)
         if mixed_precision is not None:
             torch_private.set_up_mixed_precision(mixed_precision, module)
 
@@ -413,8 +413,8 @@ class DistributedDataParallel(TorchNames):
             agree(described, self._group, self._wire, call=f"the forward after {', '.join(names)} were thawed")
         self._use(self.sync, initial[0], trained, self._engine.lane)
 
-    def _agreed(self, sync: Sync | str, *, verify: bool) -> tuple[Sync, State]:
-        """Return the pipeline as it will run, and its initial state."""
+    def _agreed(self, sync: Sync | str, *, verify: bool, copied: Mapping[str, Tensor] = {}) -> tuple[Sync, State]:
+        """Return the pipeline as it will run, and its initial state. Ranks also compare shapes of `copied` tensors."""
         made: list[tuple[Sync, State]] = []
         if sync == AUTO and self._measures:
             with device_of(self.device).selected():
@@ -429,9 +429,11 @@ class DistributedDataParallel(TorchNames):
             caps = ", ".join(f"{cap / MB:.3g}" for cap in self._bucket_caps)
             options = (
                 f"buckets of {caps} MiB, static_graph={self.static_graph}, "
-                f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, backend={self._backend}"
+                f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, backend={self._backend}, "
+                f"forward_sync_buffers={self.forward_sync_buffers}"
             )
-            return {"options": options, **description(pipeline, grads, made[-1][1])}
+            others = {f"tensor {without_wrappers(name)!r}": state.describe(t) for name, t in copied.items()}
+            return {"options": options, **description(pipeline, grads, made[-1][1]), **others}
 
         if verify:
             with device_of(self.device).selected():
@@ -477,8 +479,7 @@ class DistributedDataParallel(TorchNames):
 
     def __getstate__(self) -> dict[str, Any]:
         # Keep the pipeline and its state (torch's class loses them with its hook). Hooks and plans are made again.
-        made_again = ("_steps", "_slots", "reducer")
-        attributes = {key: value for key, value in self.__dict__.items() if key not in made_again}
+        attributes = {key: value for key, value in vars(self).items() if key not in ("_steps", "_slots", "reducer")}
         return {**attributes, "_saved": (self.sync, self.sync_state)}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:

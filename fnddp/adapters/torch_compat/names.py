@@ -154,9 +154,8 @@ class TorchNames(HasPipeline, nn.Module, Joinable):
         """Copy parameters and buffers from a rank that had the last inputs."""
         with device_of(self.device).selected():
             self._steps.wait_for_futures()
-            named = dict(self.module.named_parameters())
-            named |= self.named_module_buffers if self.forward_sync_buffers else {}
-            kept = [tensor.detach() for name, tensor in named.items() if name not in self.parameters_to_ignore]
+            kept = [p.detach() for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore]
+            kept += self.modules_buffers if self.forward_sync_buffers else []
             control.broadcast(kept, self._group, source=self._source_of_buffers(is_last_joiner))
         self._join_config = torch_private.JoinConfig.construct_disabled_join_config()
 
