@@ -205,7 +205,7 @@ def final_loss(
     if problem.quality is None:
         return done.losses[-max(1, steps // 10) :].mean().item()
     with torch.no_grad():
-        return problem.quality(standing_for(model.eval(), done.params))
+        return float(problem.quality(standing_for(model.eval(), done.params)))
 
 
 def _optimizers(problem: Problem, sync: Sync, params: list[Tensor]) -> list[torch.optim.Optimizer]:
