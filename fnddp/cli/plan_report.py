@@ -1,7 +1,6 @@
 """Costs of pipelines for `fnddp plan`, from their plans: a table, the plans, or JSON; also of a sharded model."""
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from fnddp.cost.link import Link, duration
 from fnddp.plan.lower import lower, planned_world
 from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
-from fnddp.show.text import count, size
+from fnddp.show.text import count, plain_bytes, size
 from fnddp.wire.groups import DEFAULT_GROUP, World, WorldSize, within
 
 _BLOCK = re.compile(r"(?:.*?\.)??\d+(?=\.)")
@@ -108,8 +107,7 @@ def _costs(plans: Sequence[tuple[Plan, int]], setting: Setting) -> Costs:
     }
     times = ["communication_seconds"] + ["step_seconds", "exposed_seconds"] * (setting.backward is not None)
     link_bytes = mean([step.link_bytes for step in next(iter(estimates.values()))])  # the same on all links
-    n = setting.ranks if isinstance(setting.ranks, int) else 1
-    plain = Link(math.inf).link_bytes("all_reduce", 4 * setting.elements, n)
+    plain = plain_bytes([each for plan, _ in plans for each in plan.collectives], setting.elements)
     return {
         "wire_bytes": mean([plan.wire_bytes for plan, _ in plans]),
         "link_bytes": link_bytes,
