@@ -15,9 +15,11 @@ from fnddp.wire.kinds import named
 Links: TypeAlias = Link | Mapping[str | None, Link]
 
 
-def parsed(links: Links | str) -> Links:
+def parsed(links: Links | str | Mapping[str | None, Link | str]) -> Links:
     """Return `links`, parsed by `Link.parse` where they are text."""
-    return Link.parse(links) if isinstance(links, str) else links
+    if isinstance(links, Mapping):
+        return {group: link if isinstance(link, Link) else Link.parse(link) for group, link in links.items()}
+    return links if isinstance(links, Link) else Link.parse(links)
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Compute:
     segments: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if min(self.forward_seconds, self.backward_seconds) < 0:
-            raise ValueError(f"seconds of forward and backward must be at least 0, got {self}")
+        if not all(each >= 0 for each in (self.forward_seconds, self.backward_seconds, *(self.segments or ()))):
+            raise ValueError(f"seconds of forward, backward and segments must be at least 0, got {self}")
 
     @property
     def order(self) -> list[str] | None:
