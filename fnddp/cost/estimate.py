@@ -1,12 +1,13 @@
 """The timeline of a step: its computation and collectives, and its duration when they overlap."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import TypeAlias
 
+from fnddp.core.table import columns
 from fnddp.cost.link import Link, duration, scaled
 from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Collective
@@ -299,17 +300,3 @@ def _arrivals(plan: PlanData, compute: Compute) -> Mapping[str, float]:
                 f"{compute.backward_seconds!r} s; count arrivals from the start of backward"
             )
     return compute.arrivals
-
-
-def columns(rows: Sequence[Sequence[str]], text: Collection[int] = (0,)) -> str:
-    """Return `rows` as lines with aligned columns; `text` has the positions of columns that are not numbers.
-
-    >>> print(columns([("collective", "slot", "payload"), ("c0", "0", "4 MB"), ("total", "", "12 MB")]))
-    collective  slot  payload
-    c0             0     4 MB
-    total               12 MB
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [str.ljust if i in text else str.rjust for i in range(len(widths))]
-    lines = [[side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in rows]
-    return "\n".join(["  ".join(line).rstrip() for line in lines])
