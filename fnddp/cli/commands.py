@@ -320,17 +320,17 @@ def tune(
     else:
         checked = [*map(repr, checks.check_pipelines(texts, parameters))]
     on = ("digits" if model == "digits" else "its own batches") if data in (None, "own") else data
-    if batch and on == "its own batches":
+    size = None if on == "its own batches" else batch or 8
+    if batch and size is None:
         raise WrongArgument(f"--batch {batch}: {model} has batches of its own; change their size there, or give --data")
-    samples = batch or 8
-    setting = {"model": model, "data": on, "link": link, "ranks": ranks, "steps": steps, "seeds": seeds, "own": own}
-    setting["batch"] = None if on == "its own batches" else samples
+    setting = {"model": model, "data": on, "link": link, "ranks": ranks, "steps": steps, "seeds": seeds, "batch": size}
+    setting["own"] = own
 
     def keep(tuned: simulated.Tuned, trained: int) -> None:
         picture.write_results(out, tune_report.as_json(tuned, {**setting, "seeds": trained}))
 
     with terminal.progress(f"loading {model} and its data") as show:
-        asked = to_tune(model, data, batch=samples, ranks=ranks, steps=steps, rate=rate)
+        asked = to_tune(model, data, batch=size or 0, ranks=ranks, steps=steps, rate=rate)
         setting["one_batch"] = has_one_batch(asked)
         with wrong_if(ValueError, LoweringError):
             tuned = simulated.tune(

@@ -38,12 +38,7 @@ class Setting:
     step: int | None  # of all counters; None for a step after all warm-ups
     backward: float | None  # seconds; None if no communication overlaps with it
     bucket_cap_mb: float
-    arrival: list[str] | None = None  # names of parameters in the order of their gradients, if known
-
-    @property
-    def order(self) -> list[str] | None:
-        """The order in which the step expects gradients; None if unknown, as in the first step."""
-        return None if self.step == 0 else self.arrival
+    arrival: list[str] | None  # names of parameters in the order of their gradients, if known
 
     @property
     def elements(self) -> int:
@@ -66,7 +61,8 @@ def planned(sync: Sync, setting: Setting) -> tuple[list[Plan], Costs]:
     the very first step, if it sends other messages.
     """
     ranks = World(size=setting.ranks).size_of(sync.groups)
-    options: Any = {"world_size": ranks, "bucket_cap_mb": setting.bucket_cap_mb, "arrival": setting.order}
+    arrival = None if setting.step == 0 else setting.arrival  # the first step learns it
+    options: Any = {"world_size": ranks, "bucket_cap_mb": setting.bucket_cap_mb, "arrival": arrival}
     with wrong_if(TypeError, ValueError):  # a LoweringError is a TypeError
         if setting.step is None:
             repeated = period(sync, setting.parameters, **options)

@@ -16,9 +16,7 @@ PLOT = "pareto.svg"
 
 
 def title(found: dict[str, Any]) -> str:
-    numbers = (
-        f"{count(found['ranks'], 'virtual rank')}, {count(found['steps'], 'step')}, {count(found['seeds'], 'seed')}"
-    )
+    numbers = f"{found['ranks']} virtual ranks, {found['steps']} steps, {count(found['seeds'], 'seed')}"
     data = "" if found["model"] == found["data"] else f" on {found['data']}"
     return f"{found['model']}{data}, {numbers}; link {found['link']}"
 

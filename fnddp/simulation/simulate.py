@@ -236,8 +236,7 @@ def require_rows(leaves: Mapping[Any, Tensor], n: int, what: str = "simulate: le
     for path, leaf in leaves.items():
         if (shape := tuple(getattr(leaf, "shape", ())))[:1] != (n,):
             raise ValueError(
-                f"{what.format(path)} has shape {shape}, but needs a row for each of {n} ranks; stack the "
-                "tensors of the ranks: torch.stack(by_rank)"
+                f"{what.format(path)} has shape {shape}, but needs a row for each of {n} ranks: torch.stack(rows)"
             )
 
 

@@ -38,7 +38,6 @@ Loss: TypeAlias = Callable[[Forward, Batch], Tensor]
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
-
 MEAN = "allreduce"
 SIXTEEN_BITS = ("fp16(allreduce)", "bf16(allreduce)", "bf16(two_shot)")
 """Pipelines that compression has to beat: half of the bytes, for the price of a cast."""
