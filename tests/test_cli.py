@@ -172,6 +172,15 @@ def test_a_model_may_be_a_module_a_class_or_a_function(name: str, folder: Path) 
     assert {path: (p.shape, p.is_meta) for path, p in parameters.items()} == shapes
 
 
+def test_a_file_imports_from_its_folder_and_from_the_current_one(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "of_here.py").write_text("WIDTH = 3\n")
+    (folder / "sub" / "of_sub.py").write_text("HEIGHT = 4\n")
+    code = "import of_here, of_sub, torch\nmodule = torch.nn.Linear(of_here.WIDTH, of_sub.HEIGHT)\n"
+    (folder / "sub" / "both.py").write_text(code)
+    assert models.parameters("sub/both.py:module")["weight"].shape == (4, 3)
+
+
 @pytest.mark.parametrize("name", ["example", "own_problem"])
 def test_all_commands_take_the_example_of_their_error_and_problems(name: str, folder: Path) -> None:
     (folder / "example.py").write_text(f"{models.EXAMPLE}\n")

@@ -48,9 +48,8 @@ def imported(name: str) -> ModuleType:
     """Import and return the module `name`: an installed module, a module of this folder, or "FILE.py"."""
     file = Path(name).absolute() if name.endswith(".py") else None
     # As if Python ran the file, or `python -m`, so that it can import its neighbours: console scripts cannot.
-    folder = str(Path.cwd() if file is None else file.parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
+    near = [Path.cwd()] if file is None else [file.parent, Path.cwd()]
+    sys.path += [folder for folder in map(str, near) if folder not in sys.path]
     try:
         return import_module(name) if file is None else _of_file(file)
     except (Exception, SystemExit) as error:
