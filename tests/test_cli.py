@@ -88,7 +88,7 @@ WRONG = {
         (["--modle", "gpt2"], "No such option: --modle (Possible options: --model)"),
         (["--model", "gtp2"], "unknown model 'gtp2'; did you mean 'gpt2'?"),
         (["--model", "models.py:Netwrk"], "has no function or module 'Netwrk'; did you mean 'Network'?"),
-        (["--model", "models.py:x"], "no function or module 'x'; it has Network, Positions, alone, broken, detached, "),
+        (["--model", "models.py:x"], "no function or module 'x'; it has Network, Positions, alone, branches, broken, "),
         (["--model", "models.py:broken"], "models.py:broken failed: KeyError: 'no such layer' (at "),
         (["--model", "models.py:number"], "number must return a torch.nn.Module or (module, inputs, loss_fn), got int"),
         (["--model", "models.py:frozen"], "has no parameters that require gradients: there is nothing to synchronize"),
@@ -101,6 +101,7 @@ WRONG = {
         (["allreduce", "powersgd(allreduce, rank=0)"], "\n  powersgd(allreduce, rank=0)\n  ^\n"),
         (["partition({'encoder.*': allreduce})"], "partition: leaf 'blocks.0.linear1.bias' matches none"),
         (["fp16(allreduce, check=True)"], "fp16(allreduce, check=True) cannot be lowered"),
+        (["auto", "--link", "node=1gbit"], "auto: estimate: process group None has no link; links are given for"),
         (["--link", "10mbps"], "; bits are mbit or Mbps, since tc reads mbps as bytes"),
         (["--bucket-cap-mb", "nan"], "Invalid value for '--bucket-cap-mb': must be a positive number, got nan"),
         (["--show", "--json"], "--json prints only JSON: remove --show"),
@@ -137,8 +138,10 @@ WRONG = {
         (["--model", "models.py:detached"], "detached fails on --data own: RuntimeError: element 0 of tensors does"),
         (["--model", "models.py:raises"], "raises fails on --data own: RuntimeError: odd gradient (at "),
         (["--model", "models.py:sparse"], "sparse cannot be tuned: the gradient of weight is sparse; remove sparse"),
-        (["--model", "models.py:normalized", "--data", "digits"], "cannot be tuned: 1 (BatchNorm1d) changes its buf"),
-        (["--model", "models.py:of_closures"], "cannot be tuned with LBFGS (it needs closures); return another optimi"),
+        (["--model", "models.py:normalized", "--data", "digits"], "fails on virtual ranks, which one torch.func"),
+        (["--model", "models.py:small", "--batch", "4"], "--batch 4: models.py:small has batches of its own; change"),
+        (["--model", "models.py:branches"], "fails on virtual ranks, which one torch.func.vmap computes: RuntimeError"),
+        (["--model", "models.py:of_closures"], "LBFGS.step() missing 1 required positional argument: 'closure'"),
         (["--ranks", "1500"], "--ranks 1500: each rank needs an image; there are 1,257 to train on"),
         ([TWO_LEVELS], "process group 'node' is named, but"),
         (["partition({'*.bias': none, '*': allreduce})", "--steps", "1"], "differs between ranks"),
@@ -167,6 +170,15 @@ def test_a_model_may_be_a_module_a_class_or_a_function(name: str, folder: Path) 
     shapes = {"weight": ((4, 8), True), "bias": ((4,), True)}  # on the meta device, although `values` reads its own
     parameters = models.parameters(f"models.py:{name}")
     assert {path: (p.shape, p.is_meta) for path, p in parameters.items()} == shapes
+
+
+def test_a_file_imports_from_its_folder_and_from_the_current_one(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "of_here.py").write_text("WIDTH = 3\n")
+    (folder / "sub" / "of_sub.py").write_text("HEIGHT = 4\n")
+    code = "import of_here, of_sub, torch\nmodule = torch.nn.Linear(of_here.WIDTH, of_sub.HEIGHT)\n"
+    (folder / "sub" / "both.py").write_text(code)
+    assert models.parameters("sub/both.py:module")["weight"].shape == (4, 3)
 
 
 @pytest.mark.parametrize("name", ["example", "own_problem"])

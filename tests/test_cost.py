@@ -114,8 +114,13 @@ def test_what_is_no_link_and_no_time():
     with pytest.raises(TypeError, match=r"expected a link as text, such as '1gbit:20us', got 1000000000.0"):
         Link.parse(1e9)  # pyright: ignore[reportArgumentType]
     plan = fnddp.lower(fnddp.allreduce, {"w": torch.empty(8, device="meta")}, world_size=2)
-    with pytest.raises(ValueError, match=r"seconds of forward and backward must be at least 0, got .*=-1"):
+    for wrong in (1e9, {None: 1e9}):
+        with pytest.raises(TypeError, match=r"expected a link as text, such as '1gbit:20us', got 1000000000.0"):
+            plan.estimate(wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"seconds of .* must be at least 0, got .*=-1"):
         plan.estimate("1gbit", backward_seconds=-1)
+    with pytest.raises(ValueError, match=r"seconds of .* must be at least 0, got .*-1"):
+        fnddp.Compute(segments=(0.0, -1.0))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,8 @@ def test_what_is_no_link_and_no_time():
         ({"bandwidth": 0}, "bandwidth must be a positive number, got 0 bytes/s"),
         ({"bandwidth": math.nan}, "bandwidth must be a positive number"),
         ({"bandwidth": "1gbit"}, r"got '1gbit'; Link.parse\('1gbit'\) reads text"),
-        ({"latency": -1}, "latency must be finite and not negative, got -1"),
+        ({"latency": -1}, "latency must be a finite number and not negative, got -1"),
+        ({"latency": "20us"}, "latency must be a finite number and not negative, got '20us'"),
         ({"algorithm": "tree"}, "algorithm must be one of gloo, ring, halving_doubling, got 'tree'"),
         ({"ranks_per_node": 8}, "inner and ranks_per_node go together"),
         ({"inner": Link(B)}, "inner and ranks_per_node go together"),

@@ -154,3 +154,5 @@ def test_a_run_that_diverged_or_sent_nothing_is_reported(tmp_path: Path, capsys:
     picture.write(tmp_path, report.CURVES, lambda: report.curves(found), found)
     (pipeline,) = json.loads((tmp_path / "results.json").read_text())["pipelines"]
     assert pipeline["loss_by_step"] == [2.3, None, None]
+    nothing = Result({**diverged, "loss_by_step": [-1.0, -2.0], "bytes_total": 0, "bytes_sent_by_step": [0, 0]})
+    report.curves({**found, "pipelines": [nothing]})  # without a warning

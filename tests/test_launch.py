@@ -13,6 +13,7 @@ from torch import nn
 
 import fnddp
 from fnddp import allreduce, fp16
+from fnddp.cli.failures import WrongArgument
 from fnddp.cli.launch import RankError, run_ranks
 from fnddp.simulation.ranks import RankFailed, run_threads
 
@@ -22,6 +23,8 @@ def fails(how: str) -> Iterator[str]:
     if dist.get_rank() == 1:
         if how == "raise":
             raise ArithmeticError("cannot go on")
+        if how == "refuse":
+            raise WrongArgument("--ranks: too many")
         if how == "exit":
             os._exit(3)
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -33,12 +36,13 @@ def fails(how: str) -> Iterator[str]:
     ("how", "message"),
     [
         ("raise", "rank 1 raised ArithmeticError: cannot go on\n  at .*test_launch.py:.*, in fails: raise"),
+        ("refuse", "^--ranks: too many$"),
         ("exit", re.escape("rank 1 exited with code 3 before it was done")),
         ("crash", re.escape("rank 1 was ended by SIGSEGV (Segmentation fault)")),
     ],
 )
 def test_a_failed_rank_is_named(how: str, message: str) -> None:
-    with pytest.raises(RankError, match=message):
+    with pytest.raises(WrongArgument if how == "refuse" else RankError, match=message):
         list(run_ranks(2, fails, how))
 
 

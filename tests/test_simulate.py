@@ -62,6 +62,7 @@ def test_weights_are_those_of_ranks(weight):
 
 RAGGED = {"w": torch.ones(3, 2), "b": torch.ones(2)}
 PAIR = {"w": torch.ones(2, 1)}
+FEEDBACK = simulate("error_feedback(sign(allgather))", 2)
 NODES = {"node": ((0, 2), (1, 3)), "rail": ((0, 1), (2, 3))}
 
 
@@ -132,6 +133,8 @@ BATCH = (torch.ones(2, 5), torch.ones(3))
             lambda: trained(fnddp.allreduce, n=3, given=[BATCH]),
             r"part 0 of a batch has shape \(2, 5\), but needs a row for each of 3 ranks",
         ),
+        (lambda: trained(fnddp.allreduce, given=[(1.0,)]), r"part 0 of a batch has shape \(\), but needs a row"),
+        (lambda: FEEDBACK(PAIR, FEEDBACK.of_rank(FEEDBACK.init(PAIR), 0)), "part '.*w' of the state has shape .* of 2"),
     ],
 )
 def test_errors_say_what_to_do(call, message):

@@ -61,6 +61,16 @@ def test_steps_are_counted_and_measured(rank: int, kind: str) -> None:
     assert norm > 0
 
 
+@on_ranks(2)
+def test_the_rank_that_raised_counts_the_failed_step_too(rank: int) -> None:
+    model = wrapped(SYNC)
+    if rank == 1:
+        model.module.weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError if rank == 1 else fnddp.StepFailedError):
+        backward(model)
+    assert model.sync_stats()["failed_steps"] == 1
+
+
 def test_tensorboard_gets_what_is_known() -> None:
     tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard")
     model, writer = wrapped(SYNC), create_autospec(tensorboard.SummaryWriter, instance=True)

@@ -70,6 +70,10 @@ def normalized():
     return model, torch.randn(8, 64), lambda out: out.square().mean()
 
 
+def branches():
+    return nn.Linear(8, 4), torch.ones(2, 8), lambda out: out.mean() if out.sum() > 0 else out.square().mean()
+
+
 def values():
     made = nn.Linear(8, 4)
     made.weight.data *= made.weight.abs().max().item()

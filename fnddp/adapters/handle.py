@@ -170,7 +170,7 @@ class HasPipeline:
         The first call starts to measure times, and returns None for them: make it before training. Each call waits for
         an accelerator. Setting another pipeline resets the counts of steps.
         """
-        return stats(self._engine)
+        return stats(self._engine, self.sync_state)  # like any reader of the state, after a backward that has raised
 
 
 class PipelineHandle(HasPipeline):

@@ -130,7 +130,8 @@ def plan(
     n = sizes if isinstance(sizes, int) else None
     if AUTO in texts and n is None:
         raise WrongArgument(f"auto needs the ranks of one group, got --ranks {ranks}; name a pipeline")
-    choices = {name: choice(parameters, on, world_size=n) for name, on in by_text.items() if AUTO in texts}
+    with wrong_if(ValueError, option="auto: "):  # a link for other groups
+        choices = {name: choice(parameters, on, world_size=n) for name, on in by_text.items() if AUTO in texts}
     taken = {name: each.taken for name, each in choices.items()}
     if choices:
         named = [each for text in texts for each in (taken.values() if text == AUTO else [text])]
@@ -275,7 +276,9 @@ def tune(
     ranks: Annotated[int, typer.Option(min=1, metavar="N", help="number of virtual ranks")] = 8,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="training steps of each run")] = 150,
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="training runs with each pipeline")] = 3,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="samples of a rank in a step")] = 8,
+    batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="samples of a rank in a step, of digits or text; default: 8")
+    ] = None,
     rate: Annotated[
         float | None,
         typer.Option(callback=options.positive, metavar="R", help="learning rate at the start; it falls linearly"),
@@ -317,14 +320,17 @@ def tune(
     else:
         checked = [*map(repr, checks.check_pipelines(texts, parameters))]
     on = ("digits" if model == "digits" else "its own batches") if data in (None, "own") else data
-    setting = {"model": model, "data": on, "link": link, "ranks": ranks, "steps": steps, "seeds": seeds, "batch": batch}
+    size = None if on == "its own batches" else batch or 8
+    if batch and size is None:
+        raise WrongArgument(f"--batch {batch}: {model} has batches of its own; change their size there, or give --data")
+    setting = {"model": model, "data": on, "link": link, "ranks": ranks, "steps": steps, "seeds": seeds, "batch": size}
     setting["own"] = own
 
     def keep(tuned: simulated.Tuned, trained: int) -> None:
         picture.write_results(out, tune_report.as_json(tuned, {**setting, "seeds": trained}))
 
     with terminal.progress(f"loading {model} and its data") as show:
-        asked = to_tune(model, data, batch=batch, ranks=ranks, steps=steps, rate=rate)
+        asked = to_tune(model, data, batch=size or 0, ranks=ranks, steps=steps, rate=rate)
         setting["one_batch"] = has_one_batch(asked)
         with wrong_if(ValueError, LoweringError):
             tuned = simulated.tune(

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import fnddp
 from fnddp.cli.checks import cores
-from fnddp.cli.failures import EXTRA
+from fnddp.cli.failures import EXTRA, WrongArgument
 from fnddp.cli.launch import Ranks, Stage, share_cores
 from fnddp.cli.models import load
 from fnddp.cli.terminal import SIZES, Grid, echo
@@ -162,7 +162,7 @@ def show(findings: Findings, of: Ranks, model: str) -> None:
             cluster = "; on a cluster, run fnddp doctor under torchrun" if of.at is None else ""
             elsewhere = f"--link 200mbit --model {model}"
             echo(f"These ranks share a machine. For another link: fnddp plan auto --ranks N {elsewhere}{cluster}")
-            echo(f"To time steps over an emulated link, as root: fnddp bench {elsewhere}")
+            echo(f"To time steps over an emulated link, as root: fnddp bench auto {elsewhere}")
 
 
 def lines(findings: Findings, of: Ranks) -> list[str]:
@@ -265,7 +265,7 @@ def record(sync: Sync, name: str, seed: int) -> Iterator[Stage | tuple[str, Grid
     for _ in range(WARM_UP):
         step()
     if model.plan is None:
-        raise TypeError(f"{sync!r} reads values or runs foreign code, so it has no plan to predict steps from")
+        raise WrongArgument(f"{sync!r} reads values or runs foreign code, so it has no plan to predict steps from")
     yield Stage("recording")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 prints that a profile starts, and ends
     dist.barrier()

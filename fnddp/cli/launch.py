@@ -114,6 +114,8 @@ def _run_rank(
         for event in work(*arguments):
             pipe.send(event)
         outcome = None
+    except WrongArgument as error:
+        outcome = error
     except BaseException as error:
         what = "".join(traceback.format_exception_only(error)).strip()
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -134,7 +136,7 @@ def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> Iterator[An
                 message = pipe.recv()
             except (EOFError, ConnectionResetError):
                 message = RankError("a rank was terminated")
-            if isinstance(message, RankError):
+            if isinstance(message, Failure):
                 # A rank that crashes breaks the others' connections: report that rank, even if other errors come first.
                 by_sentinel: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
                 for sentinel in wait(list(by_sentinel), SETTLE_SECONDS):

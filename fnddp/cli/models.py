@@ -22,9 +22,10 @@ from torch.nn.parameter import UninitializedParameter
 from fnddp.cli.failures import WrongArgument
 from fnddp.cli.options import MODELS
 from fnddp.core.options import did_you_mean
+from fnddp.reducers.all_reduce import allreduce
 from fnddp.run.hops import several
 from fnddp.run.measure import measure_backward
-from fnddp.simulation.tune import Batch, Forward, Loss, Problem, trained
+from fnddp.simulation.tune import Batch, Forward, Loss, Problem, final_loss, trained
 
 Params = dict[str, Tensor]
 BATCH_SIZE = 32  # of a rank, the default where it can be chosen
@@ -47,9 +48,8 @@ def imported(name: str) -> ModuleType:
     """Import and return the module `name`: an installed module, a module of this folder, or "FILE.py"."""
     file = Path(name).absolute() if name.endswith(".py") else None
     # As if Python ran the file, or `python -m`, so that it can import its neighbours: console scripts cannot.
-    folder = str(Path.cwd() if file is None else file.parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
+    near = [Path.cwd()] if file is None else [file.parent, Path.cwd()]
+    sys.path += [folder for folder in map(str, near) if folder not in sys.path]
     try:
         return import_module(name) if file is None else _of_file(file)
     except (Exception, SystemExit) as error:
@@ -163,37 +163,30 @@ def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
     source = data if data in DATA else model if model in DATA else None
     make = _maker(model)
     problem = import_module(DATA[source]).problem(batch, lambda: _module(make())) if source else load(model)
-    module = problem.make(0)
-    for path, part in module.named_modules():
-        if getattr(part, "track_running_stats", False):
-            raise WrongArgument(
-                f"{model} cannot be tuned: {path} ({type(part).__name__}) changes its buffers in forward, and virtual "
-                "ranks cannot do that; use another normalization for the comparison, such as GroupNorm"
-            )
-    variables = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    first, where = problem.batch(0, ranks, torch.Generator().manual_seed(0)), f"--data {data or 'own'}"
-    try:
-        with torch.random.fork_rng(devices=[]):
-            loss = problem.loss(module, first)
-            grads = torch.autograd.grad(loss.sum(), [*variables.values()], allow_unused=True)
-    except Exception as error:  # a model may raise anything
-        raise WrongArgument(f"--model {model} fails on {where}: {described(error)}") from error
-    if loss.ndim:
-        raise WrongArgument(f"--model {model} on {where}: the loss must be a scalar, got {list(loss.shape)}")
-    if sparse := [name for name, grad in zip(variables, grads, strict=True) if grad is not None and grad.is_sparse]:
-        raise WrongArgument(f"{model} cannot be tuned: the gradient of {sparse[0]} is sparse; remove sparse=True")
 
     def optimizers(params: list[Tensor]) -> list[torch.optim.Optimizer]:
         made = several(problem.optimizer(params) if rate is None else problem.optimizer(params, lr=rate))
         for each in made:
-            if isinstance(each, torch.optim.LBFGS):
-                raise WrongArgument(f"{model} cannot be tuned with LBFGS (it needs closures); return another optimizer")
             schedule = torch.optim.lr_scheduler.LinearLR(each, 1.0, 1e-2, total_iters=steps)
             each.register_step_post_hook(lambda optimizer, args, kwargs, schedule=schedule: schedule.step())
         return made
 
     # Final losses depend less on the last batches if the learning rate falls to zero.
-    return replace(problem, optimizer=optimizers)
+    asked, module, at = replace(problem, optimizer=optimizers), problem.make(0), f"--data {data or 'own'}"
+    variables = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            loss = problem.loss(module, problem.batch(0, ranks, torch.Generator().manual_seed(0)))
+            grads = torch.autograd.grad(loss, [*variables.values()], allow_unused=True)
+        if sparse := [name for name, g in zip(variables, grads, strict=True) if g is not None and g.is_sparse]:
+            raise WrongArgument(f"{model} cannot be tuned: the gradient of {sparse[0]} is sparse; remove sparse=True")
+        at = "virtual ranks, which one torch.func.vmap computes"
+        final_loss(asked, allreduce, ranks, 0, 1)
+    except WrongArgument:
+        raise
+    except Exception as error:  # a model may raise anything
+        raise WrongArgument(f"--model {model} fails on {at}: {described(error)}") from error
+    return asked
 
 
 def _maker(name: str) -> Callable[[], Any]:

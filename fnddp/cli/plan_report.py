@@ -1,7 +1,6 @@
 """Costs of pipelines for `fnddp plan`, from their plans: a table, the plans, or JSON; also of a sharded model."""
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from fnddp.cost.link import Link, duration
 from fnddp.plan.lower import lower, planned_world
 from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
-from fnddp.show.text import count, size
+from fnddp.show.text import count, plain_bytes, size
 from fnddp.wire.groups import DEFAULT_GROUP, World, WorldSize, within
 
 _BLOCK = re.compile(r"(?:.*?\.)??\d+(?=\.)")
@@ -39,12 +38,7 @@ class Setting:
     step: int | None  # of all counters; None for a step after all warm-ups
     backward: float | None  # seconds; None if no communication overlaps with it
     bucket_cap_mb: float
-    arrival: list[str] | None = None  # names of parameters in the order of their gradients, if known
-
-    @property
-    def order(self) -> list[str] | None:
-        """The order in which the step expects gradients; None if unknown, as in the first step."""
-        return None if self.step == 0 else self.arrival
+    arrival: list[str] | None  # names of parameters in the order of their gradients, if known
 
     @property
     def elements(self) -> int:
@@ -67,7 +61,8 @@ def planned(sync: Sync, setting: Setting) -> tuple[list[Plan], Costs]:
     the very first step, if it sends other messages.
     """
     ranks = World(size=setting.ranks).size_of(sync.groups)
-    options: Any = {"world_size": ranks, "bucket_cap_mb": setting.bucket_cap_mb, "arrival": setting.order}
+    arrival = None if setting.step == 0 else setting.arrival  # the first step learns it
+    options: Any = {"world_size": ranks, "bucket_cap_mb": setting.bucket_cap_mb, "arrival": arrival}
     with wrong_if(TypeError, ValueError):  # a LoweringError is a TypeError
         if setting.step is None:
             repeated = period(sync, setting.parameters, **options)
@@ -108,8 +103,7 @@ def _costs(plans: Sequence[tuple[Plan, int]], setting: Setting) -> Costs:
     }
     times = ["communication_seconds"] + ["step_seconds", "exposed_seconds"] * (setting.backward is not None)
     link_bytes = mean([step.link_bytes for step in next(iter(estimates.values()))])  # the same on all links
-    n = setting.ranks if isinstance(setting.ranks, int) else 1
-    plain = Link(math.inf).link_bytes("all_reduce", 4 * setting.elements, n)
+    plain = plain_bytes([each for plan, _ in plans for each in plan.collectives], setting.elements)
     return {
         "wire_bytes": mean([plan.wire_bytes for plan, _ in plans]),
         "link_bytes": link_bytes,

@@ -62,10 +62,11 @@ def curves(found: dict[str, Any]) -> Figure:
         by_step.plot(range(1, len(losses) + 1), losses, **style)
         text = f"{result['pipeline']:<{widest}}  {_score(result):>7}  {result['bytes_total'] / 1e6:9.2f} MB"
         by_bytes.plot(result["bytes_sent_by_step"], losses, label=text, **style)
+    is_positive = not any(loss <= 0 for result in results for loss in result["loss_by_step"])
     for axes in (by_step, by_bytes):
-        axes.set_yscale("log")
+        axes.set_yscale("log" if is_positive else "linear")
         dress(axes, which="major")
-    by_bytes.set_xscale("log")
+    by_bytes.set_xscale("log" if any(result["bytes_total"] for result in results) else "linear")
     by_step.set_xlabel("steps")
     label(by_step.yaxis, f"training loss (running mean of {SMOOTHING} steps)")
     label(by_bytes.xaxis, "bytes sent by one rank", "B")

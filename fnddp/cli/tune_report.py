@@ -9,13 +9,14 @@ from matplotlib.figure import Figure
 from fnddp.cli.picture import COLOURS, dress, label
 from fnddp.cli.terminal import SIZES, Grid, echo
 from fnddp.cost.link import duration
+from fnddp.show.text import count
 from fnddp.simulation.tune import Gap, Tuned
 
 PLOT = "pareto.svg"
 
 
 def title(found: dict[str, Any]) -> str:
-    numbers = f"{found['ranks']} virtual ranks, {found['steps']} steps, {found['seeds']} seeds"
+    numbers = f"{found['ranks']} virtual ranks, {found['steps']} steps, {count(found['seeds'], 'seed')}"
     data = "" if found["model"] == found["data"] else f" on {found['data']}"
     return f"{found['model']}{data}, {numbers}; link {found['link']}"
 

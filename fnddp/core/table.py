@@ -5,7 +5,7 @@ ranks parts of leaves is a table with two operations: chunks of all leaves (`two
 (`own`), shards (FSDP2), matrices.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,6 +19,20 @@ from fnddp.core.opaque import shortened
 from fnddp.core.tree import Leaves
 from fnddp.device import device_of
 from fnddp.wire.groups import current
+
+
+def columns(rows: Sequence[Sequence[str]], text: Collection[int] = (0,)) -> str:
+    """Return `rows` as lines with aligned columns; `text` has the positions of columns that are not numbers.
+
+    >>> print(columns([("collective", "slot", "payload"), ("c0", "0", "4 MB"), ("total", "", "12 MB")]))
+    collective  slot  payload
+    c0             0     4 MB
+    total               12 MB
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if i in text else str.rjust for i in range(len(widths))]
+    lines = [[side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in rows]
+    return "\n".join(["  ".join(line).rstrip() for line in lines])
 
 
 @dataclass(frozen=True)
@@ -97,12 +111,8 @@ class Table:
         return made
 
     def __str__(self) -> str:
-        lines = [tuple(map(str, vars(each).values())) for each in self.parts()]
-        lines.insert(0, tuple(field.name for field in fields(Entry)))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
-        )
+        rows = [tuple(map(str, vars(each).values())) for each in self.parts()]
+        return columns([tuple(field.name for field in fields(Entry)), *rows])
 
 
 class Hop:

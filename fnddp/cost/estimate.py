@@ -1,12 +1,13 @@
 """The timeline of a step: its computation and collectives, and its duration when they overlap."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import TypeAlias
 
+from fnddp.core.table import columns
 from fnddp.cost.link import Link, duration, scaled
 from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Collective
@@ -15,9 +16,11 @@ from fnddp.wire.kinds import named
 Links: TypeAlias = Link | Mapping[str | None, Link]
 
 
-def parsed(links: Links | str) -> Links:
+def parsed(links: Links | str | Mapping[str | None, Link | str]) -> Links:
     """Return `links`, parsed by `Link.parse` where they are text."""
-    return Link.parse(links) if isinstance(links, str) else links
+    if isinstance(links, Mapping):
+        return {group: link if isinstance(link, Link) else Link.parse(link) for group, link in links.items()}
+    return links if isinstance(links, Link) else Link.parse(links)
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class Compute:
     segments: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if min(self.forward_seconds, self.backward_seconds) < 0:
-            raise ValueError(f"seconds of forward and backward must be at least 0, got {self}")
+        if not all(each >= 0 for each in (self.forward_seconds, self.backward_seconds, *(self.segments or ()))):
+            raise ValueError(f"seconds of forward, backward and segments must be at least 0, got {self}")
 
     @property
     def order(self) -> list[str] | None:
@@ -297,17 +300,3 @@ def _arrivals(plan: PlanData, compute: Compute) -> Mapping[str, float]:
                 f"{compute.backward_seconds!r} s; count arrivals from the start of backward"
             )
     return compute.arrivals
-
-
-def columns(rows: Sequence[Sequence[str]], text: Collection[int] = (0,)) -> str:
-    """Return `rows` as lines with aligned columns; `text` has the positions of columns that are not numbers.
-
-    >>> print(columns([("collective", "slot", "payload"), ("c0", "0", "4 MB"), ("total", "", "12 MB")]))
-    collective  slot  payload
-    c0             0     4 MB
-    total               12 MB
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [str.ljust if i in text else str.rjust for i in range(len(widths))]
-    lines = [[side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in rows]
-    return "\n".join(["  ".join(line).rstrip() for line in lines])

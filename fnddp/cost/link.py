@@ -82,8 +82,8 @@ class Link(Expression):
             raise ValueError(f"Link: bandwidth must be a positive number, got {bandwidth!r}{hint}")
         for name in ("latency", "gamma", "burst"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"Link: {name} must be finite and not negative, got {value!r}")
+            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ValueError(f"Link: {name} must be a finite number and not negative, got {value!r}")
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"Link: algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}")
         if (self.inner is None) != (self.ranks_per_node == 1) or self.ranks_per_node < 1:

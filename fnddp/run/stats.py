@@ -41,10 +41,10 @@ class SyncStats(TypedDict):
     residual_norm: float | None
 
 
-def stats(engine: Engine) -> SyncStats:
-    """Return the statistics of `engine`. The first call starts to measure steps, and returns no times."""
+def stats(engine: Engine, state: State) -> SyncStats:
+    """Return the statistics of `engine` in `state`. The first call starts to measure steps, and returns no times."""
     taken = engine.taken()
-    plan, state = engine.plan, engine.state
+    plan = engine.plan
     residuals = _fields(widened(state), "residual")
     return {
         "steps": engine.steps,

@@ -7,10 +7,7 @@ from fnddp.cost.estimate import Span, StepCost
 from fnddp.ir.plan_data import PlanData
 from fnddp.show.text import PREFIX, collective, range_of
 
-STEP = "fnddp step"
-"""The name of a measured step on a profiler's clock."""
-
-
+STEP = "fnddp step"  # the name of a measured step on a profiler's clock
 COMPUTE, WIRE = 0, 1  # tracks
 PROCESS = "predicted by fnddp"  # not a number, so that no process of a measured trace has this name
 

@@ -1,6 +1,7 @@
 """A plan as text: like a jaxpr, with a schedule; and the names of its values."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -159,8 +160,7 @@ def owners_of_rows(plan: PlanData) -> list[str]:
 
 def footer(plan: PlanData) -> list[str]:
     """Return lines on the bytes that a step sends, and on its memory."""
-    ranks = {collective.group: collective.world_size for collective in plan.collectives}
-    plain = ALL_REDUCE.link_bytes(4 * _parameters(plan), next(iter(ranks.values()))) if len(ranks) == 1 else 0
+    plain = plain_bytes(plan.collectives, _parameters(plan))
     fewer = f", {plain / plan.link_bytes:.1f}x fewer than a plain mean of float32" if plain and plan.link_bytes else ""
     link = f"; on its link: {plan.link_bytes:,} B{fewer}" if plan.link_bytes else ""
     return [
@@ -169,6 +169,12 @@ def footer(plan: PlanData) -> list[str]:
         f"peak extra memory {size(plan.peak_bytes)}",
         *([f"CUDA graphs: {plan.uncapturable}"] if plan.uncapturable else []),
     ]
+
+
+def plain_bytes(collectives: Iterable[Collective], elements: int) -> int:
+    """Return the link bytes of a plain mean of float32 over the group of `collectives`; 0 for none or several."""
+    ranks = {collective.group: collective.world_size for collective in collectives}
+    return math.ceil(ALL_REDUCE.link_bytes(4 * elements, *ranks.values())) if len(ranks) == 1 else 0
 
 
 def collective(c: Collective, plan: PlanData) -> str:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from torch.profiler import record_function
 
-from fnddp.cost.estimate import columns
+from fnddp.core.table import columns
 from fnddp.device import Device, Mark, Stream
 from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Collective, Segment

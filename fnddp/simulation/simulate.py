@@ -112,8 +112,8 @@ class Simulation:
             that have no update in this step; `sent`, a row for each rank; and the next state.
 
         Raises:
-            ValueError: A leaf lacks a row for each rank; the pipeline reads values of tensors; or a part marked
-                `Replicated` is not the same on all ranks.
+            ValueError: A leaf or a part of the state lacks a row for each rank; the pipeline reads values of tensors;
+                or a part marked `Replicated` is not the same on all ranks.
             RuntimeError: Within torch.func.grad or jvp.
         """
         collectives.refuse_differentiation(leaves.values())
@@ -122,6 +122,7 @@ class Simulation:
         # Row-major: under vmap a tensor cannot be asked for another memory format.
         values = [part.value.contiguous() if isinstance(part.value, Tensor) else part.value for part in named]
         rows = {i: value for i, (part, value) in enumerate(zip(named, values, strict=True)) if _is_local(part)}
+        require_rows({named[i].path: rows[i] for i in rows}, self.world_size, "simulate: part {!r} of the state")
         noted: list[tuple[bool | None, Any]] = []  # whether a value is mapped, None unless it is a tensor; the value
 
         def of_a_rank(rank: Tensor, leaves: Leaves, rows: dict[int, Tensor], weight: Tensor | None) -> list[Tensor]:
@@ -233,10 +234,9 @@ def of_rank(state: State, rank: int) -> State:
 def require_rows(leaves: Mapping[Any, Tensor], n: int, what: str = "simulate: leaf {!r}") -> None:
     """Raise a ValueError that names the first leaf without a row for each of `n` ranks."""
     for path, leaf in leaves.items():
-        if leaf.ndim == 0 or leaf.shape[0] != n:
+        if (shape := tuple(getattr(leaf, "shape", ())))[:1] != (n,):
             raise ValueError(
-                f"{what.format(path)} has shape {tuple(leaf.shape)}, but needs a row for each of {n} ranks; stack the "
-                "tensors of the ranks: torch.stack(by_rank)"
+                f"{what.format(path)} has shape {shape}, but needs a row for each of {n} ranks: torch.stack(rows)"
             )
 
 

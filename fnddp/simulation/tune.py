@@ -38,7 +38,6 @@ Loss: TypeAlias = Callable[[Forward, Batch], Tensor]
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
-
 MEAN = "allreduce"
 SIXTEEN_BITS = ("fp16(allreduce)", "bf16(allreduce)", "bf16(two_shot)")
 """Pipelines that compression has to beat: half of the bytes, for the price of a cast."""
@@ -205,7 +204,7 @@ def final_loss(
     if problem.quality is None:
         return done.losses[-max(1, steps // 10) :].mean().item()
     with torch.no_grad():
-        return problem.quality(standing_for(model.eval(), done.params))
+        return float(problem.quality(standing_for(model.eval(), done.params)))
 
 
 def _optimizers(problem: Problem, sync: Sync, params: list[Tensor]) -> list[torch.optim.Optimizer]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from fnddp.core.sync import Sync
-from fnddp.cost.estimate import columns
+from fnddp.core.table import columns
 from fnddp.cost.link import Link, duration, scaled
 from fnddp.integrations.fsdp.unit import Messages, Traffic
 
