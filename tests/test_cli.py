@@ -141,7 +141,7 @@ WRONG = {
         (["--model", "models.py:normalized", "--data", "digits"], "fails on virtual ranks, which one torch.func"),
         (["--model", "models.py:small", "--batch", "4"], "--batch 4: models.py:small has batches of its own; change"),
         (["--model", "models.py:branches"], "fails on virtual ranks, which one torch.func.vmap computes: RuntimeError"),
-        (["--model", "models.py:of_closures"], "LBFGS.step() missing 1 required positional argument: 'closure'"),
+        (["--model", "models.py:of_closures"], "cannot be tuned with LBFGS (it needs closures); return another optimi"),
         (["--ranks", "1500"], "--ranks 1500: each rank needs an image; there are 1,257 to train on"),
         ([TWO_LEVELS], "process group 'node' is named, but"),
         (["partition({'*.bias': none, '*': allreduce})", "--steps", "1"], "differs between ranks"),

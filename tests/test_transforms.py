@@ -580,6 +580,8 @@ def test_from_hook(rank):
         from_hook(hook)({"n": torch.ones(1, dtype=torch.int64)}, ())
     with pytest.raises(TypeError, match=r"this hook calls bucket.parameters\(\)"):
         from_hook(lambda state, bucket: bucket.parameters())(gradients, ())
+    with pytest.raises(TypeError, match=r"from_hook\(.*\) returned NoneType instead of a torch.futures.Future"):
+        from_hook(lambda state, bucket: None)(gradients, ())
     torch.testing.assert_close(gradients["a"], torch.ones(2, 3))
 
 

@@ -33,7 +33,7 @@ class from_hook(Sync):
         parameters: The parameters by leaf path, for hooks that call `bucket.parameters()`.
 
     Raises:
-        TypeError: `hook` is not callable.
+        TypeError: `hook` is not callable; or, at the exchange, it returned no future.
         ValueError: At the exchange: a leaf is not floating-point, or the hook's result has another number of elements.
         RuntimeError: At the exchange: torch.distributed is not initialized.
 
@@ -85,7 +85,10 @@ class from_hook(Sync):
         shapes = [leaf.shape for leaf in leaves.values()]
         flat = torch.cat([leaf.reshape(-1) for leaf in leaves.values()])  # a copy: hooks may write to the buffer
         parameters = None if self.parameters is None else [self.parameters[path] for path in leaves]
-        result = self.hook(self.state, Bucket(flat, shapes, index, is_last, parameters)).wait()
+        future = self.hook(self.state, Bucket(flat, shapes, index, is_last, parameters))
+        if not isinstance(future, torch.Future):
+            raise TypeError(f"{self!r} returned {type(future).__name__} instead of a torch.futures.Future")
+        result = future.wait()
         tensor = result[0] if isinstance(result, list) else result
         if tensor.numel() != flat.numel():
             raise ValueError(f"{self!r} returned {tensor.numel()} elements for a bucket of {flat.numel()} elements")

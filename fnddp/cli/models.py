@@ -167,6 +167,8 @@ def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
     def optimizers(params: list[Tensor]) -> list[torch.optim.Optimizer]:
         made = several(problem.optimizer(params) if rate is None else problem.optimizer(params, lr=rate))
         for each in made:
+            if isinstance(each, torch.optim.LBFGS):
+                raise WrongArgument(f"{model} cannot be tuned with LBFGS (it needs closures); return another optimizer")
             schedule = torch.optim.lr_scheduler.LinearLR(each, 1.0, 1e-2, total_iters=steps)
             each.register_step_post_hook(lambda optimizer, args, kwargs, schedule=schedule: schedule.step())
         return made
