@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial, reduce
-from operator import attrgetter, methodcaller
+from operator import attrgetter, methodcaller, truediv
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -403,7 +403,7 @@ class Fakes:
             return lambda numbers: True
         # The printer that torch uses for guards: sympy's own does not know Python's // and %.
         names = ", ".join(map(str, self._symbols))
-        test = eval(f"lambda {names}: {PythonPrinter().doprint(guards)}", {"math": math})
+        test = eval(f"lambda {names}: {PythonPrinter().doprint(guards)}", {"math": math, "torch": torch})
         return lambda numbers: bool(test(*numbers))
 
 
@@ -441,9 +441,12 @@ def node_of_number(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.No
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+    class Analysis(PythonReferenceAnalysis):
+        int_truediv = truediv  # sympy's asks for the values of its arguments
+
     tracer = GraphAppendingTracer(graph)
     known = {symbol: fx.Proxy(symbols[symbol], tracer) for symbol in expression.free_symbols}
-    made = sympy_interp(PythonReferenceAnalysis, known, expression)
+    made = sympy_interp(Analysis, known, expression)
     return made.node if isinstance(made, fx.Proxy) else made
 
 

@@ -231,6 +231,13 @@ def doubled_in_a_list(x: Tensor) -> Tensor:
     return result
 
 
+def doubled_through_a_view(x: Tensor) -> Tensor:
+    result = x.clone()
+    view = result.view(-1)
+    view *= 2
+    return result
+
+
 def doubled_behind_a_view(x: Tensor) -> Tensor:
     result = x.clone()
     view = result.view(-1)
@@ -248,6 +255,7 @@ FOREIGN = [  # and why they cannot be lowered
     ),
     (lambda x: with_first_row(x, 2 * x), "it writes with aten.copy_.default to memory"),
     (doubled_in_a_list, "it writes with aten._foreach_mul_.Scalar to memory"),
+    (doubled_through_a_view, "it writes with aten.mul_.Tensor to memory"),
     (doubled_behind_a_view, "it writes with aten.mul_.Tensor to memory"),
     (lambda x: 2 * x + 0 * torch.randn(2, generator=torch.Generator().manual_seed(0)), "it captures a Generator"),
 ]
@@ -286,6 +294,28 @@ def test_tensors_as_large_as_a_number_in_the_state_have_no_plan_and_run():
     for factor in (2, 3):
         mean, state = step(grads, state)
         assert torch.equal(mean["w"], factor * grads["w"])
+
+
+class Paced(Applied):
+    """Multiplied by a function of a counter in the state."""
+
+    def init(self, grads: Any) -> Any:
+        return 0
+
+    def exchange(self, grads: Any, state: Any) -> fnddp.Exchange:
+        paced = {path: leaf * self.before(state) for path, leaf in grads.items()}
+        return fnddp.Exchange(paced, paced, state + 1)
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda n: 3 / (n + 1), lambda n: (n + 1) ** -0.5, lambda n: min(n, 2) / 4, lambda n: round(n / 2)]
+)
+def test_counters_are_numbers(fn):
+    sync, grads = Paced(fn), {"w": torch.tensor([1.0, 3.0])}
+    step, state = fnddp.jit(sync), 0
+    for count in range(4):
+        mean, state = step(grads, state)
+        assert torch.equal(mean["w"], fn(count) * grads["w"])
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, NotImplementedError])
