@@ -299,8 +299,10 @@ def test_tensors_as_large_as_a_number_in_the_state_have_no_plan_and_run():
 class Paced(Applied):
     """Multiplied by a function of a counter in the state."""
 
+    first = 0
+
     def init(self, grads: Any) -> Any:
-        return 0
+        return self.first
 
     def exchange(self, grads: Any, state: Any) -> fnddp.Exchange:
         paced = {path: leaf * self.before(state) for path, leaf in grads.items()}
@@ -316,6 +318,14 @@ def test_counters_are_numbers(fn):
     for count in range(4):
         mean, state = step(grads, state)
         assert torch.equal(mean["w"], fn(count) * grads["w"])
+
+
+@pytest.mark.parametrize("first", [0.0, False])
+def test_a_state_of_other_numbers_has_no_plan_and_runs(monkeypatch, first):
+    monkeypatch.setattr(Paced, "first", first)
+    step = fnddp.jit(Paced(lambda n: n + 1))
+    assert step({"w": torch.ones(2)}, first)[1] == 1
+    assert step.plan is None
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, NotImplementedError])

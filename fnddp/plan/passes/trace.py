@@ -240,6 +240,8 @@ def trace(request: Request) -> Draft:
     if not sync.traceable:
         raise LoweringError(f"{sync!r} cannot be lowered: it reads values or runs foreign code (`traceable` is False)")
     parts, spec = tree.flatten_any(request.state)
+    if others := [part for part in parts if type(part) is not int and not isinstance(part, Tensor)]:
+        raise LoweringError(f"{sync!r} cannot be lowered: its state has {others[0]!r}, not only tensors and ints")
     fakes, sizes = Fakes(), sizes_of(request)
     grads = [fakes.dense(leaf.shape, leaf.stride, leaf.dtype, leaf.device) for leaf in leaves.values()]
     state = [fakes.tensor(part) if isinstance(part, Tensor) else fakes.number(part) for part in parts]
