@@ -509,9 +509,15 @@ def out_of_place(operation: Any) -> Any:
     """Return the out-of-place form of the in-place operation `operation`, or None if there is none."""
     name = operation.overloadpacket.__name__
     packet = getattr(torch.ops.aten, name[:-1], None) if operation.namespace == "aten" and name.endswith("_") else None
-    if torch.Tag.inplace_view in operation.tags or operation._overloadname not in getattr(packet, "overloads", list)():
+    if torch.Tag.inplace_view in operation.tags or packet is None:
         return None
-    return getattr(packet, operation._overloadname)
+    # Not by the overload's name: `pow_.Scalar` has a scalar exponent, and `pow.Scalar` a scalar base.
+    forms = [getattr(packet, overload) for overload in packet.overloads()]
+    return next((form for form in forms if _arguments(form) == _arguments(operation)), None)
+
+
+def _arguments(operation: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in operation._schema.arguments]
 
 
 @cache
@@ -519,13 +525,10 @@ def elementwise_out(operation: Any) -> Any:
     """Return the `out=` form of an elementwise operation, or None if there is none."""
     if torch.Tag.pointwise not in getattr(operation, "tags", ()) or not makes_tensors(operation):
         return None
-    wanted = [(argument.name, str(argument.type)) for argument in operation._schema.arguments]
     packet = operation.overloadpacket
     for other in [getattr(packet, name) for name in packet.overloads()]:
-        given = [(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out]
-        outs = [a.name for a in other._schema.arguments if a.is_out]
         # Generated `out=` forms are slower: they compute into new memory, and copy.
-        if given == wanted and outs == ["out"] and torch.Tag.generated not in other.tags:
+        if _arguments(other) == [*_arguments(operation), ("out", "Tensor")] and torch.Tag.generated not in other.tags:
             return other
     return None
 

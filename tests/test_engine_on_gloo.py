@@ -238,6 +238,12 @@ def doubled_through_a_view(x: Tensor) -> Tensor:
     return result
 
 
+def squared_in_place(x: Tensor) -> Tensor:
+    result = x.clone()
+    result **= 2
+    return result
+
+
 def doubled_behind_a_view(x: Tensor) -> Tensor:
     result = x.clone()
     view = result.view(-1)
@@ -271,6 +277,12 @@ def test_what_cannot_be_traced_has_no_plan_and_runs(fn, reason):
         mean, _ = step(grads, ())
         assert step.plan is None
         assert torch.equal(mean["w"], 2 * grads["w"])
+
+
+def test_a_power_in_place_has_a_plan():
+    step = fnddp.jit(Applied(squared_in_place))
+    assert step({"w": torch.tensor([2.0, 3.0])}, ())[0]["w"].tolist() == [4, 9]
+    assert step.plan is not None
 
 
 class Grown(Applied):
