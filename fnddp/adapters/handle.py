@@ -18,7 +18,7 @@ from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine, Lane
 from fnddp.run.stats import SyncStats, stats
-from fnddp.transforms.memory import Memory
+from fnddp.transforms.memory import shared_momentum
 from fnddp.transforms.powersgd import powersgd
 from fnddp.wire.c10d import C10D, over
 from fnddp.wire.groups import live_rank
@@ -29,7 +29,7 @@ _log = logging.getLogger("fnddp")
 
 def biased_without_memory(sync: Sync) -> Sync | None:
     """Return a transform in `sync` that loses parts of gradients for good, because no error feedback encloses it."""
-    if isinstance(sync, Memory):
+    if sync.remembers and not isinstance(sync, shared_momentum):
         return None
     if isinstance(sync, powersgd | topk | dct_topk):
         return sync
