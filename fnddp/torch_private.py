@@ -442,7 +442,7 @@ def node_of_number(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.No
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     class Analysis(PythonReferenceAnalysis):
-        int_truediv = truediv  # sympy's asks for the values of its arguments
+        int_truediv: Any = truediv  # sympy's asks for the values of its arguments
 
     tracer = GraphAppendingTracer(graph)
     known = {symbol: fx.Proxy(symbols[symbol], tracer) for symbol in expression.free_symbols}
