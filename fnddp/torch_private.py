@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial, reduce
-from operator import attrgetter, methodcaller
+from operator import attrgetter, methodcaller, truediv
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -403,7 +403,7 @@ class Fakes:
             return lambda numbers: True
         # The printer that torch uses for guards: sympy's own does not know Python's // and %.
         names = ", ".join(map(str, self._symbols))
-        test = eval(f"lambda {names}: {PythonPrinter().doprint(guards)}", {"math": math})
+        test = eval(f"lambda {names}: {PythonPrinter().doprint(guards)}", {"math": math, "torch": torch})
         return lambda numbers: bool(test(*numbers))
 
 
@@ -441,9 +441,12 @@ def node_of_number(graph: fx.Graph, expression: Any, symbols: Mapping[Any, fx.No
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+    class Analysis(PythonReferenceAnalysis):
+        int_truediv: Any = truediv  # sympy's asks for the values of its arguments
+
     tracer = GraphAppendingTracer(graph)
     known = {symbol: fx.Proxy(symbols[symbol], tracer) for symbol in expression.free_symbols}
-    made = sympy_interp(PythonReferenceAnalysis, known, expression)
+    made = sympy_interp(Analysis, known, expression)
     return made.node if isinstance(made, fx.Proxy) else made
 
 
@@ -506,9 +509,15 @@ def out_of_place(operation: Any) -> Any:
     """Return the out-of-place form of the in-place operation `operation`, or None if there is none."""
     name = operation.overloadpacket.__name__
     packet = getattr(torch.ops.aten, name[:-1], None) if operation.namespace == "aten" and name.endswith("_") else None
-    if torch.Tag.inplace_view in operation.tags or operation._overloadname not in getattr(packet, "overloads", list)():
+    if torch.Tag.inplace_view in operation.tags or packet is None:
         return None
-    return getattr(packet, operation._overloadname)
+    # Not by the overload's name: `pow_.Scalar` has a scalar exponent, and `pow.Scalar` a scalar base.
+    forms = [getattr(packet, overload) for overload in packet.overloads()]
+    return next((form for form in forms if _arguments(form) == _arguments(operation)), None)
+
+
+def _arguments(operation: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in operation._schema.arguments]
 
 
 @cache
@@ -516,13 +525,10 @@ def elementwise_out(operation: Any) -> Any:
     """Return the `out=` form of an elementwise operation, or None if there is none."""
     if torch.Tag.pointwise not in getattr(operation, "tags", ()) or not makes_tensors(operation):
         return None
-    wanted = [(argument.name, str(argument.type)) for argument in operation._schema.arguments]
     packet = operation.overloadpacket
     for other in [getattr(packet, name) for name in packet.overloads()]:
-        given = [(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out]
-        outs = [a.name for a in other._schema.arguments if a.is_out]
         # Generated `out=` forms are slower: they compute into new memory, and copy.
-        if given == wanted and outs == ["out"] and torch.Tag.generated not in other.tags:
+        if _arguments(other) == [*_arguments(operation), ("out", "Tensor")] and torch.Tag.generated not in other.tags:
             return other
     return None
 

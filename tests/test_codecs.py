@@ -545,6 +545,7 @@ def test_bytes_of_a_million_elements(text, want):
 @pytest.mark.parametrize(
     ("encode", "error", "message"),
     [
+        (lambda x: {"v": x, "twice": x.tile(1, 2)}, ValueError, r"rows of 6 numbers, got \(2, 6\) from \(1,\) rows"),
         (lambda x: x, TypeError, "encode must return a dict of tensors by name, got Tensor"),
         (lambda x: {"v": x, "n": 3}, TypeError, "encode must return a dict of tensors by name, got 'n': int"),
         (lambda x: {"v": x, "s": x.amax()}, ValueError, r"of shape \(1, 6\) it returned 's' of shape \(\); reduce"),
@@ -555,7 +556,7 @@ def test_a_codec_that_gives_something_else_than_rows_is_named(encode, error, mes
     members = {
         "__annotations__": {"inner": fnddp.Carrying},
         "encode": lambda self, x: encode(x),
-        "decode": lambda self, payload, n: payload["v"][:, 1:],
+        "decode": lambda self, payload, n: payload["twice"].view(2, n) if "twice" in payload else payload["v"][:, 1:],
     }
     wrong = fnddp.transform(type("wrong", (fnddp.Codec,), members))
     with pytest.raises(error, match=rf"wrong\(allgather\): .*{message}"):

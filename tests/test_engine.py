@@ -50,6 +50,16 @@ def wrapped(sync: Sync = allreduce, wire: AloneWire | None = None, **options: An
     return DistributedDataParallel(module, sync=sync, wire=wire or AloneWire(), **options)
 
 
+def test_a_state_is_made_for_the_ranks_of_the_wire():
+    sync = fnddp.parse("sign(two_shot(server_memory=True))")
+    model, step = wrapped(sync, AloneWire(3)), fnddp.jit(sync, wire=AloneWire(3))
+    for _ in range(2):
+        model("abc").backward()
+        model.reset_sync()
+    step(GRADS, step.init(GRADS))
+    assert model.sync_state.residual["a"].shape == (2,)  # of 4 elements on 3 ranks
+
+
 # What steps keep
 
 

@@ -231,6 +231,19 @@ def doubled_in_a_list(x: Tensor) -> Tensor:
     return result
 
 
+def doubled_through_a_view(x: Tensor) -> Tensor:
+    result = x.clone()
+    view = result.view(-1)
+    view *= 2
+    return result
+
+
+def squared_in_place(x: Tensor) -> Tensor:
+    result = x.clone()
+    result **= 2
+    return result
+
+
 def doubled_behind_a_view(x: Tensor) -> Tensor:
     result = x.clone()
     view = result.view(-1)
@@ -248,6 +261,7 @@ FOREIGN = [  # and why they cannot be lowered
     ),
     (lambda x: with_first_row(x, 2 * x), "it writes with aten.copy_.default to memory"),
     (doubled_in_a_list, "it writes with aten._foreach_mul_.Scalar to memory"),
+    (doubled_through_a_view, "it writes with aten.mul_.Tensor to memory"),
     (doubled_behind_a_view, "it writes with aten.mul_.Tensor to memory"),
     (lambda x: 2 * x + 0 * torch.randn(2, generator=torch.Generator().manual_seed(0)), "it captures a Generator"),
 ]
@@ -263,6 +277,12 @@ def test_what_cannot_be_traced_has_no_plan_and_runs(fn, reason):
         mean, _ = step(grads, ())
         assert step.plan is None
         assert torch.equal(mean["w"], 2 * grads["w"])
+
+
+def test_a_power_in_place_has_a_plan():
+    step = fnddp.jit(Applied(squared_in_place))
+    assert step({"w": torch.tensor([2.0, 3.0])}, ())[0]["w"].tolist() == [4, 9]
+    assert step.plan is not None
 
 
 class Grown(Applied):
@@ -286,6 +306,38 @@ def test_tensors_as_large_as_a_number_in_the_state_have_no_plan_and_run():
     for factor in (2, 3):
         mean, state = step(grads, state)
         assert torch.equal(mean["w"], factor * grads["w"])
+
+
+class Paced(Applied):
+    """Multiplied by a function of a counter in the state."""
+
+    first = 0
+
+    def init(self, grads: Any) -> Any:
+        return self.first
+
+    def exchange(self, grads: Any, state: Any) -> fnddp.Exchange:
+        paced = {path: leaf * self.before(state) for path, leaf in grads.items()}
+        return fnddp.Exchange(paced, paced, state + 1)
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda n: 3 / (n + 1), lambda n: (n + 1) ** -0.5, lambda n: min(n, 2) / 4, lambda n: round(n / 2)]
+)
+def test_counters_are_numbers(fn):
+    sync, grads = Paced(fn), {"w": torch.tensor([1.0, 3.0])}
+    step, state = fnddp.jit(sync), 0
+    for count in range(4):
+        mean, state = step(grads, state)
+        assert torch.equal(mean["w"], fn(count) * grads["w"])
+
+
+@pytest.mark.parametrize("first", [0.0, False])
+def test_a_state_of_other_numbers_has_no_plan_and_runs(monkeypatch, first):
+    monkeypatch.setattr(Paced, "first", first)
+    step = fnddp.jit(Paced(lambda n: n + 1))
+    assert step({"w": torch.ones(2)}, first)[1] == 1
+    assert step.plan is None
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, NotImplementedError])

@@ -59,6 +59,10 @@ def test_a_broken_law_is_named(broken, grads, message):
     assert "of 2: " in str(caught.value)
 
 
+def test_a_zero_may_have_a_sign():
+    laws.check(breaking("masking", lambda leaf: leaf * (leaf > 1))(allreduce), ranks=(1,), grads=laws.bare)
+
+
 def test_a_lossy_pipeline_is_not_exact():
     with pytest.raises(laws.LawError, match=r"law 5 .*fp16\(allreduce\) on rank 0 of 1: .* apart"):
         laws.law_5_lossless_is_exact(0, fp16(allreduce), laws.model)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fnddp
 from fnddp import allgather, allreduce, ef21, error_feedback, momentum_correction, shared_momentum, sign, topk, two_shot
-from fnddp.adapters.handle import warn_without_memory
+from fnddp.adapters.handle import biased_without_memory, warn_without_memory
 from fnddp.core.sync import Sync
 from fnddp.kernels.int8 import from_int8, to_int8
 from fnddp.laws import gather, run
@@ -216,6 +216,11 @@ def test_a_cast_around_a_carrier_rounds_only_what_travels(rank, text):
     means, state = outputs(error_feedback(fnddp.parse(text)), 200, lambda rank, _: gradient(rank, 0, 50))
     left = allreduce({"w": 200 * gradient(rank, 0, 50) - state.residual["w"]}, ())[0]["w"]
     assert (sum(means) - left).abs().max() < 1e-3
+
+
+def test_memory_of_ones_own_is_memory(monkeypatch):
+    monkeypatch.setattr(fnddp.bucketize, "remembers", True)
+    assert biased_without_memory(fnddp.parse("bucketize(topk(allgather, ratio=0.5))")) is None
 
 
 @pytest.mark.parametrize(

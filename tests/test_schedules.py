@@ -62,6 +62,26 @@ def test_a_transform_that_loses_leaves_is_an_error_and_not_a_skip():
         fnddp.jit(reads)(grads, ())
 
 
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (None, "Returning: exchange must return an Exchange.mean, sent, state., .*, got None"),
+        (fnddp.Exchange({"w": torch.ones(2)}, {}, 0), "with `sent` of each leaf of .'w'."),
+        (
+            fnddp.Exchange({"w": torch.ones(2)}, {"w": torch.ones(2)}, (0, 1)),
+            "exchange returned a state of another structure",
+        ),
+    ],
+)
+def test_what_a_transform_returns_is_checked(made, message):
+    class Returning(Applied):
+        def exchange(self, leaves: Any, state: Any) -> Any:
+            return made
+
+    with pytest.raises((TypeError, ValueError), match=message):
+        fnddp.jit(Returning())({"w": torch.ones(2)}, 0)
+
+
 def test_switch_holds_one_residual_for_all_stages():
     lossy = [error_feedback(fnddp.powersgd(allreduce, rank=rank)) for rank in (2, 1, 2)]
     sync = fnddp.switch({2: lossy[2], 0: lossy[0], 1: lossy[1]})

@@ -255,7 +255,7 @@ class jit:
 
     def init(self, grads: Tree) -> State:
         """See `Sync.init`."""
-        return self.sync.init(grads)
+        return over(self._wire, self.sync.init)(grads)
 
     @property
     def plan(self) -> Plan | None:

@@ -18,9 +18,9 @@ from fnddp.plan.draft import Donation
 from fnddp.plan.plan import Plan
 from fnddp.run.engine import Engine, Lane
 from fnddp.run.stats import SyncStats, stats
-from fnddp.transforms.memory import Memory
+from fnddp.transforms.memory import shared_momentum
 from fnddp.transforms.powersgd import powersgd
-from fnddp.wire.c10d import C10D
+from fnddp.wire.c10d import C10D, over
 from fnddp.wire.groups import live_rank
 from fnddp.wire.protocol import Wire
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("fnddp")
 
 def biased_without_memory(sync: Sync) -> Sync | None:
     """Return a transform in `sync` that loses parts of gradients for good, because no error feedback encloses it."""
-    if isinstance(sync, Memory):
+    if sync.remembers and not isinstance(sync, shared_momentum):
         return None
     if isinstance(sync, powersgd | topk | dct_topk):
         return sync
@@ -122,7 +122,8 @@ class HasPipeline:
 
     def reset_sync(self) -> None:
         """Set the pipeline's state to the initial one. All ranks call it, between steps."""
-        self.sync_state = self.sync.init({name: leaf.empty() for name, leaf in self._engine.leaves.items()})
+        leaves = {name: leaf.empty() for name, leaf in self._engine.leaves.items()}
+        self.sync_state = over(self._wire, self.sync.init)(leaves)
 
     @property
     def learnt_order(self) -> list[str]:
@@ -191,7 +192,7 @@ class PipelineHandle(HasPipeline):
             specs = {name: LeafSpec.of(leaf) for name, leaf in leaves.items()}
             donation = Donation(gradients="at_end", state=True)
             given: Any = {"donation": donation, "groups": [group], "wire": wire, "lane": lane, **options}
-            return Engine(sync, specs, state=sync.init(leaves), **given)
+            return Engine(sync, specs, state=over(wire, sync.init)(leaves), **given)
 
         self._engine_of, self._engine = engine_of, engine_of(sync)
         self.group, self._group, self._wire = group, group, wire

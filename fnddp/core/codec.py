@@ -112,8 +112,10 @@ def encode(layers: Layers, x: Tensor, key: Key, length: Tensor | None = None) ->
         for name, each in encoded.items():
             read[name] = each.decode({of: payload[f"{name}/{of}"] for of in each.payload})
         decoded: Tensor = codec.decode(read, n)
-        if decoded.shape[-1:] != (n,):
-            raise ValueError(f"{codec!r}: decode must return rows of {n} numbers, got {tuple(decoded.shape)}")
+        rows = next((tuple(part.shape[: x.ndim - 1]) for part in read.values()), None)
+        if getattr(decoded, "shape", None) != (*(rows or decoded.shape[:-1]), n):
+            got = tuple(decoded.shape) if isinstance(decoded, Tensor) else type(decoded).__name__
+            raise ValueError(f"{codec!r}: decode must return rows of {n} numbers, got {got} from {rows} rows")
         return decoded
 
     return Encoded(payload, decode)

@@ -259,7 +259,13 @@ def _checked(exchange: Callable[[Any, Leaves, Any], Exchange]) -> Callable[[Any,
         refuse_differentiation(leaves.values())
         if is_named_tuple:
             require_state(type(self).__name__, state, kind)
-        return exchange(self, ordered(leaves), state)
+        done = exchange(self, ordered(leaves), state)
+        if not isinstance(done, Exchange) or set(done.sent) != set(leaves):
+            raise TypeError(
+                f"{type(self).__name__}: exchange must return an Exchange(mean, sent, state), with `sent` of each "
+                f"leaf of {list(leaves)}, got {done!r:.200}"
+            )
+        return done
 
     return checked
 
@@ -318,10 +324,10 @@ def require_means(sync: Sync, leaves: Iterable[str], mean: Mapping[str, Tensor])
 
 def parts_of(sync: Sync, state: State, structure: Any) -> list[Any]:
     """Return the leaves of the next state; raise a ValueError unless its structure equals `structure`, the last one."""
-    try:
-        return structure.flatten_up_to(state)
-    except ValueError as error:
-        raise ValueError(f"{sync!r}: exchange returned a state of another structure: {error}") from error
+    parts, found = tree.flatten_any(state)
+    if found != structure:
+        raise ValueError(f"{sync!r}: exchange returned a state of another structure: {found}, not {structure}")
+    return parts
 
 
 def groups_of(sync: Sync) -> tuple[str | None, ...]:

@@ -34,7 +34,7 @@ from fnddp.run.step import Step, Synchronized, in_profile, require_noticed
 from fnddp.run.vote import Vote
 from fnddp.show.text import count
 from fnddp.show.trace import Observer, Taken, debug_level
-from fnddp.wire.c10d import C10D
+from fnddp.wire.c10d import C10D, over
 from fnddp.wire.groups import World, identity
 from fnddp.wire.protocol import Elastic, Wire
 from fnddp.wire.weights import Weight
@@ -657,7 +657,7 @@ class Engines:
 
         Checked before the new `engine` connects, because ranks with a correct state may have no such engine.
         """
-        initial = self._sync.init(leaves)
+        initial = over(self._wire, self._sync.init)(leaves)
         initial_key = self._key(leaves, initial)
         if initial_key == key:
             return

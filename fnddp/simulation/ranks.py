@@ -11,12 +11,16 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
     _install_threaded_pg,  # pyright: ignore[reportPrivateUsage]
+    _reduce_ops,  # pyright: ignore[reportPrivateUsage]
     _uninstall_threaded_pg,  # pyright: ignore[reportPrivateUsage]
 )
 
 from fnddp.device import accelerator
 
 _c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+# torch's sum begins with 0.0, so that the sum of a single -0.0 would be 0.0.
+_reduce_ops[dist.ReduceOp.SUM] = lambda x: torch.stack(x).sum(0) if x[1:] else x[0]  # pyright: ignore
 
 GRACE_SECONDS = 60  # to wait for the other ranks' threads to end after an error
 

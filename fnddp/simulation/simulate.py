@@ -147,7 +147,7 @@ class Simulation:
             except RuntimeError as error:
                 if reads_values(error):
                     raise self._refusal(
-                        f"reads values of tensors, so its `traceable` must be False ({error})"
+                        f"reads values of tensors, so its `traceable` must be False, or it reads a rank ({error})"
                     ) from error
                 raise
         results: list[tuple[bool, Any]] = []

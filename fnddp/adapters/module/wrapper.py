@@ -37,7 +37,7 @@ from fnddp.run.choose import AUTO, automatic
 from fnddp.run.engine import Engine
 from fnddp.run.lane import Lane, has_lanes
 from fnddp.wire import control
-from fnddp.wire.c10d import C10D
+from fnddp.wire.c10d import C10D, over
 from fnddp.wire.groups import Membership
 from fnddp.wire.protocol import Elastic, Wire
 
@@ -298,7 +298,7 @@ class DistributedDataParallel(TorchNames):
         if self._is_measured and text is not None:
             sync = parse(text).over(self._group, unnamed_only=True)
         if synced:
-            like = self.sync_state if sync is self.sync else sync.init(self._trained.gradients())
+            like = self.sync_state if sync is self.sync else over(self._wire, sync.init)(self._trained.gradients())
             with device_of(self.device).selected():
                 read = partial(state.load_state_dict, like, synced)
                 loaded_state = agreed_state(sync, like, read, [self._group], self._wire)
@@ -309,7 +309,8 @@ class DistributedDataParallel(TorchNames):
         if assign:  # the parameters are new tensors
             before, promises = self._engine, dict(vars(self._promises))
             trained = _trained(self.module, self.parameters_to_ignore, self._trained.parameters)
-            initial = state.continued(self.sync.init(trained.gradients()), self.sync_state)  # dtypes may have changed
+            fresh = over(self._wire, self.sync.init)(trained.gradients())
+            initial = state.continued(fresh, self.sync_state)  # dtypes may have changed
             self._use(self.sync, initial, trained, before.lane)
             if self._engine.learn_from(before):  # consistent with ranks that kept their engine
                 vars(self._promises).update(promises)
@@ -406,7 +407,7 @@ class DistributedDataParallel(TorchNames):
 
         def described() -> dict[str, str]:
             grads = trained.gradients()
-            initial.append(state.continued(self.sync.init(grads), self.sync_state))
+            initial.append(state.continued(over(self._wire, self.sync.init)(grads), self.sync_state))
             return description(self.sync, grads, initial[0])
 
         with device_of(self.device).selected():
@@ -424,7 +425,7 @@ class DistributedDataParallel(TorchNames):
             given = self._pipeline_of(sync)
             pipeline = arguments.with_wire_dtype(given, self.mixed_precision).over(self._group, unnamed_only=True)
             grads = self._trained.gradients()
-            made.append((pipeline, pipeline.init(grads)))
+            made.append((pipeline, over(self._wire, pipeline.init)(grads)))
             warn_without_memory(given)
             caps = ", ".join(f"{cap / MB:.3g}" for cap in self._bucket_caps)
             options = (

@@ -51,6 +51,10 @@ _CONSTANTS = (int, float, complex, str, NoneType, torch.dtype, torch.device, tor
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
+class _NoPlan(Exception):
+    """The reason for a LoweringError. Not a TypeError: torch's operators take that for a call of `__radd__` instead."""
+
+
 class Recorder(TorchDispatchMode):
     """A recorder of operations on fake tensors while it is entered, within their mode.
 
@@ -156,7 +160,7 @@ class Recorder(TorchDispatchMode):
 
     def _stands_for(self, node: fx.Node, tensor: Tensor) -> None:
         if has_symbolic_size(tensor):
-            raise LoweringError("it makes a tensor whose size depends on a number in the state")
+            raise _NoPlan("it makes a tensor whose size depends on a number in the state")
         self._likes[id(tensor)] = like_of(tensor)
         if id(tensor) in self._nodes:  # an operation wrote to it
             self._nodes[id(tensor)][0] = node
@@ -175,7 +179,7 @@ class Recorder(TorchDispatchMode):
         """Return the out-of-place form of an in-place operation. Its memory must have no other reader."""
         pure = out_of_place(func)
         if pure is None or made is not args[0] or self._owners[storage_key(made)] > 1:
-            raise LoweringError(f"it writes with {func} to memory that other tensors share")
+            raise _NoPlan(f"it writes with {func} to memory that other tensors share")
         return pure
 
     def _argument(self, value: Any) -> Any:
@@ -186,13 +190,16 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, tuple | list):
             return type(value)(map(self._argument, value))
         if not isinstance(value, _CONSTANTS):
-            raise LoweringError(f"it captures a {type(value).__name__}, which is stateful")
+            raise _NoPlan(f"it captures a {type(value).__name__}, which is stateful")
         return value
 
     def _number(self, symbolic: Any) -> Any:
         expression = symbolic.node.expr
         if expression not in self._numbers:
-            made = node_of_number(self.graph, expression, self._numbers)
+            try:
+                made = node_of_number(self.graph, expression, self._numbers)
+            except Exception as error:  # sympy evaluates some functions at once, with various errors
+                raise _NoPlan(f"it computes {expression} from numbers in the state") from error
             if not isinstance(made, fx.Node):
                 return made
             for node in self.graph.nodes:  # intermediate nodes; nothing uses their numbers
@@ -204,7 +211,7 @@ class Recorder(TorchDispatchMode):
         """Add a node for a tensor with values that belongs to the pipeline."""
         value = getattr(tensor, "constant", tensor)  # a fake tensor may hold the real one
         if value is None:
-            raise LoweringError("it uses a tensor without values that was made in another trace")
+            raise _NoPlan("it uses a tensor without values that was made in another trace")
         name = f"_tensor_constant{len(self.held)}"
         self.held[name] = value
         node = self.graph.create_node("get_attr", name)
@@ -233,6 +240,8 @@ def trace(request: Request) -> Draft:
     if not sync.traceable:
         raise LoweringError(f"{sync!r} cannot be lowered: it reads values or runs foreign code (`traceable` is False)")
     parts, spec = tree.flatten_any(request.state)
+    if others := [part for part in parts if type(part) is not int and not isinstance(part, Tensor)]:
+        raise LoweringError(f"{sync!r} cannot be lowered: its state has {others[0]!r}, not only tensors and ints")
     fakes, sizes = Fakes(), sizes_of(request)
     grads = [fakes.dense(leaf.shape, leaf.stride, leaf.dtype, leaf.device) for leaf in leaves.values()]
     state = [fakes.tensor(part) if isinstance(part, Tensor) else fakes.number(part) for part in parts]
@@ -267,7 +276,7 @@ def trace(request: Request) -> Draft:
         require_means(sync, leaves, done.mean)
         # A leaf without an update in this phase has None for a mean.
         recorder.finish([*(done.mean.get(path) for path in leaves), *parts_of(sync, done.state, spec)])
-    except LoweringError as error:
+    except _NoPlan as error:
         raise LoweringError(f"{sync!r} cannot be lowered: {error}") from error
     except ReadsValue as error:
         raise LoweringError(f"{sync!r} cannot be lowered: it reads the values of tensors ({error})") from error
