@@ -367,8 +367,10 @@ class Steps:
                     "as an input"
                 )
             self._take(taken, name)
-        # These hold the mean of an earlier backward. Other ranks add their gradients to it and send the sum.
-        held = {name: self.parameters[name].grad for name in taken.added_to & step.missing}
+        # These hold the mean of an earlier backward. Other ranks add their gradients to it and send the sum. The mean
+        # of a parameter that is frozen now is not written, so its memory must not depend on what `.grad` still holds.
+        earlier = ((name, self.parameters[name]) for name in taken.added_to & step.missing)
+        held = {name: p.grad for name, p in earlier if p.requires_grad}
         dense = {name: grad.detach().to_dense() for name, grad in held.items() if grad is not None}
         step.substitutes = {name: grad for name, grad in dense.items() if self.engine.leaves[name].is_like(grad)}
 
