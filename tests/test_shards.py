@@ -190,6 +190,18 @@ def test_differences_of_weights_end_at_the_weights(rank: int) -> None:
     assert torch.equal(loss(ours, x), loss(plain, x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@on_ranks(2)
+def test_differences_of_weights_of_other_dtypes(rank: int, dtype: torch.dtype) -> None:
+    model: Any = fully_shard(nn.Linear(6, 6, bias=False).to(dtype))
+    compress_shards(model, weights="ef21(quantize(allgather))")
+    for _ in range(3):
+        want = whole(model)["weight"]
+        torch.testing.assert_close(model(torch.eye(6, dtype=dtype)).T, want, rtol=0.0, atol=0.01)
+        model.reshard()
+        change(model, by=lambda p: 1.01 * p)
+
+
 @pytest.mark.parametrize("weights", ["ef21(quantize(allgather, bits=4))", "ef21(topk(allgather, ratio=0.1))"])
 @on_ranks(2)
 def test_differences_follow_weights_whoever_writes_them(rank: int, weights: str) -> None:
