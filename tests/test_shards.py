@@ -532,7 +532,7 @@ def test_an_error_of_one_rank_before_training_is_one_on_all_axes(rank: int) -> N
         (1, lambda: one_call(**both | ({"replicas": "sign(allreduce)"} if rank == 1 else {}))),
         # Only one rank leaves out a pipeline.
         (0, lambda: one_call(weights="allgather", **({"replicas": "allreduce"} if rank else {}))),
-        (-1, lambda: one_call(weights="allgather", **({"gradients": "two_shot"} if rank else {}), replicas="allreduce")),
+        (-1, lambda: one_call(weights="allgather", **(both if rank else {"replicas": "allreduce"}))),
         (0, lambda: compress_replicas(sharded(mesh["shard"]), one_differs, mesh["replicate"])),
     ]
     for who, attempt in attempts:
@@ -605,7 +605,7 @@ def test_one_handle_for_all_axes(rank: int) -> None:
 
     with pytest.raises(TypeError, match="give a pipeline for gradients, weights or replicas"):
         compress(sharded(mesh["shard"]), mesh)
-    with pytest.raises(TypeError, match="nothing averages the gradients of 'layers.0' between the replicas"):
+    with pytest.raises(TypeError, match="nothing averages gradients of 'layers.0' between the replicas"):
         compress(sharded(mesh["shard"]), mesh, gradients="two_shot")
     with pytest.raises(TypeError, match="needs a mesh with two named dimensions"):
         compress(sharded(mesh["shard"]), mesh["shard"], replicas="allreduce")

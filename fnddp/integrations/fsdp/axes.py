@@ -270,9 +270,8 @@ def compress(
                     )
                 if mesh.ndim == 2 and mesh.size(0) > 1 and replicas is None and group.replicas is None:
                     raise TypeError(
-                        f"compress: nothing averages the gradients of {repr(name) if name else 'the model'} between "
-                        f"the replicas of {mesh}; give a pipeline, such as replicas='allreduce'. If workers exchange "
-                        "in another way, as with outer.attach, pass only the mesh of fully_shard"
+                        f"compress: nothing averages gradients of {name!r} between the replicas of {mesh}; give a "
+                        "pipeline, such as replicas='allreduce', or, if workers train apart, only the mesh of shards"
                     )
         given = {"gradients": gradients, "weights": weights, "replicas": replicas}  # the functions below compare those
         return {"the axes with a pipeline": ", ".join(axis for axis, each in given.items() if each is not None)}

@@ -60,14 +60,15 @@ class DecodedWeights:
 
     def follow(self, row: Tensor, gathered: Callable[[Tensor, bool], Tensor]) -> None:
         """Send `row: [width]` to all ranks with `gathered`, whole or as a difference. All ranks must call it."""
+        wide = torch.promote_types(row.dtype, torch.float32)
         with torch.inference_mode(False), torch.no_grad():  # for tensors that a later training step may write to
-            change = _norm(row - self._row) if self.known is not None else None
+            change = (row - self._row).norm(dtype=wide) if self.known is not None else None
             said = self._said(row, change)
             if said == _UNCHANGED:
                 return
             if said == _REPLACED or self.known is None:
                 self.known = gathered(row, True).clone()
-                at_first = _LARGE * _norm(row)
+                at_first = _LARGE * row.norm(dtype=wide)
                 has_seen_steps = self._largest.isfinite() & (self._largest > 0)
                 self._largest = torch.where(has_seen_steps, 2 * self._largest, at_first)  # if steps have become larger
             else:
@@ -92,10 +93,6 @@ class DecodedWeights:
 
 _SEVERAL = 8.0  # steps of an optimizer, in a change that may still be one of them
 _LARGE = 0.25  # of the norm of weights, before the first step
-
-
-def _norm(row: Tensor) -> Tensor:
-    return row.norm(dtype=torch.promote_types(row.dtype, torch.float32))
 
 
 class Sending(C10d):
