@@ -242,6 +242,27 @@ def test_parameters_that_are_frozen_for_a_time_are_synchronized_when_they_are_th
         assert bits(list(grads.values())) == bits([gather(grad)[0] for grad in grads.values()])
 
 
+@pytest.mark.parametrize("registers", [False, True])
+@on_ranks(2)
+def test_memory_of_a_frozen_parameter_does_not_depend_on_its_earlier_gradient(rank: int, registers: bool) -> None:
+    """So a run resumes that freezes one part after the other, as Lightning's `toggle_optimizer` does."""
+    states = []
+    for clears in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        sync = "error_feedback(bf16(allreduce))"
+        ours = {} if registers else {"sync": sync}
+        model: Any = (TorchDDP if registers else DistributedDataParallel)(net, find_unused_parameters=True, **ours)
+        handle = fnddp.register(model, sync) if registers else model
+        model(X * (1 + rank)).sum().backward()
+        net[1].requires_grad_(False)
+        if clears:
+            net[1].zero_grad()
+        model(X * (1 + rank)).square().sum().backward()
+        states.append(fnddp.state_dict(handle.sync_state))
+    assert bits(states[0]["local/residual.1.weight"]) == bits(states[1]["local/residual.1.weight"])
+
+
 @pytest.mark.parametrize("text", ["allreduce", "error_feedback(powersgd(allreduce, rank=1, min_compression_rate=0))"])
 @on_ranks(2)
 def test_parameters_that_are_thawed_after_wrapping_are_synchronized_from_the_next_forward(rank: int, text: str) -> None:

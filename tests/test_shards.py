@@ -190,6 +190,18 @@ def test_differences_of_weights_end_at_the_weights(rank: int) -> None:
     assert torch.equal(loss(ours, x), loss(plain, x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@on_ranks(2)
+def test_differences_of_weights_of_other_dtypes(rank: int, dtype: torch.dtype) -> None:
+    model: Any = fully_shard(nn.Linear(6, 6, bias=False).to(dtype))
+    compress_shards(model, weights="ef21(quantize(allgather))")
+    for _ in range(3):
+        want = whole(model)["weight"]
+        torch.testing.assert_close(model(torch.eye(6, dtype=dtype)).T, want, rtol=0.0, atol=0.01)
+        model.reshard()
+        change(model, by=lambda p: 1.01 * p)
+
+
 @pytest.mark.parametrize("weights", ["ef21(quantize(allgather, bits=4))", "ef21(topk(allgather, ratio=0.1))"])
 @on_ranks(2)
 def test_differences_follow_weights_whoever_writes_them(rank: int, weights: str) -> None:
@@ -519,15 +531,15 @@ def test_an_error_of_one_rank_before_training_is_one_on_all_axes(rank: int) -> N
         (3, lambda: one_call(**both | ({"gradients": "two_sho"} if rank == 3 else {}))),
         (1, lambda: one_call(**both | ({"replicas": "sign(allreduce)"} if rank == 1 else {}))),
         # Only one rank leaves out a pipeline.
-        (-1, lambda: one_call(weights="allgather", **({"replicas": "allreduce"} if rank else {}))),
-        (-1, lambda: one_call(weights="allgather", **({"gradients": "two_shot"} if rank else {}))),
+        (0, lambda: one_call(weights="allgather", **({"replicas": "allreduce"} if rank else {}))),
+        (-1, lambda: one_call(weights="allgather", **(both if rank else {"replicas": "allreduce"}))),
         (0, lambda: compress_replicas(sharded(mesh["shard"]), one_differs, mesh["replicate"])),
     ]
     for who, attempt in attempts:
         with pytest.raises((TypeError, ValueError) if rank == who else RankMismatchError):
             attempt()
     with pytest.raises(RankMismatchError, match="rank 2: two_shot; rank 3: bf16" if rank > 1 else "rank [23]: .*ranks"):
-        compress(sharded(mesh["shard"]), mesh, gradients="bf16(two_shot)" if rank == 3 else "two_shot")
+        one_call(gradients="bf16(two_shot)" if rank == 3 else "two_shot", replicas="allreduce")
 
 
 @pytest.mark.thorough
@@ -595,6 +607,8 @@ def test_one_handle_for_all_axes(rank: int) -> None:
 
     with pytest.raises(TypeError, match="give a pipeline for gradients, weights or replicas"):
         compress(sharded(mesh["shard"]), mesh)
+    with pytest.raises(TypeError, match="nothing averages gradients of 'layers.0' between the replicas"):
+        compress(sharded(mesh["shard"]), mesh, gradients="two_shot")
     with pytest.raises(TypeError, match="needs a mesh with two named dimensions"):
         compress(sharded(mesh["shard"]), mesh["shard"], replicas="allreduce")
     with pytest.raises(TypeError, match=r"'layers.0' is sharded over the ranks \[0, 1, 2, 3\], but the last dimension"):

@@ -31,6 +31,8 @@ def test_a_plan_prints_what_each_owner_gets():
     leaves = model()
     with pytest.raises(ValueError, match="cut: no leaf is called 'embde'; did you mean 'embed'?"):
         Owners.of(leaves, 3, cut={"embde"})
+    with pytest.raises(ValueError, match="Owners.of: n must be at least 1, got 0"):
+        Owners.of(leaves, 0)
     owners = Owners.of(leaves, 3, cut={"embed"})
     shown = str(lower(quantize(to_owners(owners=owners), bits=4), leaves, world_size=3))
     assert f"\n\n{OWNERS}\nslot 0" in shown

@@ -51,7 +51,7 @@ class OwnedLeaves(OwnedOptimizer):
         self.removed: dict[str, OwnedGradient] = {}  # placeholders taken out of `.grad` during a backward, by name
         for name, p in self.parameters.items():
             rows, state = self._rows(name), optimizer.state.pop(p, None)
-            if rows.numel():
+            if rows.numel() or owners.owner(name) == self.rank:
                 self.own[name] = nn.Parameter(rows.to(self.dtypes[name], copy=True) if self.keeps_weights else rows)
                 self._loaded[name] = state or {}
         sync = with_halves(codecs, to_all(owners=owners)).over(group, unnamed_only=True)

@@ -356,9 +356,6 @@ def own(
 
     agree(set_up, group, call="own")
     named, owners, first, second = made[-1]
-    if bucket_cap_mb is None:
-        bucket_cap_mb = default_cap_mb(owners[0].n)
-    live = None if group is None else live_group(group)
     return OwnerDataParallel(
         model,
         optimizers,
@@ -367,7 +364,7 @@ def own(
         first,
         second,
         master_dtype,
-        process_group=live,
-        bucket_cap_mb=bucket_cap_mb,
+        process_group=None if group is None else live_group(group),
+        bucket_cap_mb=default_cap_mb(owners[0].n) if bucket_cap_mb is None else bucket_cap_mb,
         **options,
     )

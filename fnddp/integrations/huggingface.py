@@ -96,13 +96,13 @@ class Pipelines:
             )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Run `accelerator.reduce`; warn once if `tensor` is a parameter, as from `accelerate.LocalSGD`."""
+        """Run `accelerator.reduce`; warn once if `tensor` is a parameter, as from Accelerate's `LocalSGD`."""
         if self._looks_for_parameters and isinstance(tensor, Tensor):
             parameters = [p for model in self._handles for p in model.parameters()]
             if any(p.numel() and p.data_ptr() == tensor.data_ptr() for p in parameters):
                 self._looks_for_parameters = False
                 _log.warning(
-                    "accelerator.reduce averages parameters here, as accelerate.LocalSGD does, which runs its "
+                    "accelerator.reduce averages parameters here, as Accelerate's LocalSGD does, which runs its "
                     f"backwards within no_sync: {self.sync} runs in none of these steps. For local steps with a "
                     "pipeline, use neither LocalSGD nor prepare, but fnddp.outer.attach(model, optimizer, "
                     "fnddp.outer.local_sgd(every=8, sync=...)), or fnddp.outer.diloco, which allows lossy pipelines"
@@ -173,7 +173,7 @@ def prepare(accelerator: Accelerator, sync: str | Sync, *, reset_sync: bool = Fa
     Accelerate wraps models in torch's class, and the pipeline is registered there. `save_state` writes the pipeline's
     state, a file for each rank, and `load_state` reads it, so a resumed run is bitwise equal. If the pipeline has local
     state, such as a residual, all ranks must call `save_state`. The wrong choice where Accelerate wraps models in
-    another class, as with FSDP, and for `accelerate.LocalSGD`, because it sends no gradients: a warning is logged. With
+    another class, as with FSDP, and for its `LocalSGD`, because it sends no gradients: a warning is logged. With
     one process Accelerate does not wrap models, and no pipeline runs.
 
     Args:

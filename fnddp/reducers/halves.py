@@ -14,7 +14,7 @@ from fnddp.core.codec import Carrier, Layers
 from fnddp.core.expression import CHECKS
 from fnddp.core.group import Group, group_name
 from fnddp.core.opaque import rounded, shortened
-from fnddp.core.options import did_you_mean
+from fnddp.core.options import checked_int, did_you_mean
 from fnddp.core.sync import Exchange, State, Sync, transform
 from fnddp.core.table import Cut, Hop, Table
 from fnddp.core.tree import Leaves, is_compressible, is_inexact, ordered
@@ -62,6 +62,8 @@ class Owners:
         cls, leaves: Mapping[str, Tensor], n: int, costs: Mapping[str, float] | None = None, cut: Iterable[str] = ()
     ) -> "Owners":
         """Return owners as `of` does, but in the order of `leaves`; this order must be the same on all ranks."""
+        if checked_int("Owners.of: n", n) < 1:
+            raise ValueError(f"Owners.of: n must be at least 1, got {n}")
         apart = frozenset(cut)
         if unknown := min(apart - leaves.keys(), default=None):
             raise ValueError(f"Owners.of: cut: no leaf is called {unknown!r}{did_you_mean(unknown, leaves)}")

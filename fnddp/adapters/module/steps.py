@@ -367,9 +367,10 @@ class Steps:
                     "as an input"
                 )
             self._take(taken, name)
-        # These hold the mean of an earlier backward. Other ranks add their gradients to it and send the sum.
-        held = {name: self.parameters[name].grad for name in taken.added_to & step.missing}
-        dense = {name: grad.detach().to_dense() for name, grad in held.items() if grad is not None}
+        # These hold the mean of an earlier backward. Other ranks add their gradients to it and send the sum. A frozen
+        # parameter gets no mean, so its memory must not depend on what its `.grad` still holds.
+        held = {name: self.parameters[name] for name in taken.added_to & step.missing}
+        dense = {name: p.grad.detach().to_dense() for name, p in held.items() if p.requires_grad and p.grad is not None}
         step.substitutes = {name: grad for name, grad in dense.items() if self.engine.leaves[name].is_like(grad)}
 
     def _keeps_promises(self, unused: frozenset[str]) -> bool:

@@ -223,11 +223,12 @@ def compress(
             `"two_shot"` sends them unencoded, and `"weighted(two_shot)"` is for means over tokens; the pipeline between
             replicas must then be `weighted`, too.
         weights: The pipeline of weights between shards: see `compress_shards`.
-        replicas: The pipeline of gradients between replicas: see `compress_replicas`.
+        replicas: The pipeline of gradients between replicas: see `compress_replicas`. None if FSDP averages there,
+            because `fully_shard` got both dimensions.
 
     Raises:
-        TypeError: No pipeline is given; or the mesh has no dimension for a pipeline, or its ranks are not those of the
-            model's shards or of a part of them.
+        TypeError: No pipeline is given; the mesh has no dimension for a pipeline, or its ranks are not those of the
+            model's shards or of a part of them; or nothing averages between replicas.
         TypeError, RankMismatchError: See the two functions.
 
     >>> from torch.distributed import init_device_mesh
@@ -266,6 +267,11 @@ def compress(
                         f"last dimension of the mesh has the ranks {last}; pass the mesh of fully_shard, with the "
                         "replicas' dimension first. If experts have their own mesh, call compress_shards instead of "
                         "compress: compress_shards(model, gradients={'*.experts.*': ..., '*': ...})"
+                    )
+                if mesh.ndim == 2 and mesh.size(0) > 1 and replicas is None and group.replicas is None:
+                    raise TypeError(
+                        f"compress: nothing averages gradients of {name!r} between the replicas of {mesh}; give a "
+                        "pipeline, such as replicas='allreduce', or, if workers train apart, only the mesh of shards"
                     )
         given = {"gradients": gradients, "weights": weights, "replicas": replicas}  # the functions below compare those
         return {"the axes with a pipeline": ", ".join(axis for axis, each in given.items() if each is not None)}

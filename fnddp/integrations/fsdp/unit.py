@@ -56,20 +56,19 @@ class DecodedWeights:
         self.known: Tensor | None = None  # [ranks, width]
         self._device, self._group = device_of(device), group
         self._row = torch.empty(0)  # this rank's, when it was sent
-        self._largest = torch.tensor(
-            math.nan, dtype=torch.float32, device=device
-        )  # the largest change that counts as a step
+        self._largest = torch.tensor(math.nan, device=device)  # the largest change that counts as a step
 
     def follow(self, row: Tensor, gathered: Callable[[Tensor, bool], Tensor]) -> None:
         """Send `row: [width]` to all ranks with `gathered`, whole or as a difference. All ranks must call it."""
+        wide = torch.promote_types(row.dtype, torch.float32)
         with torch.inference_mode(False), torch.no_grad():  # for tensors that a later training step may write to
-            change = (row - self._row).norm(dtype=torch.float32) if self.known is not None else None
+            change = (row - self._row).norm(dtype=wide) if self.known is not None else None
             said = self._said(row, change)
             if said == _UNCHANGED:
                 return
             if said == _REPLACED or self.known is None:
                 self.known = gathered(row, True).clone()
-                at_first = _LARGE * row.norm(dtype=torch.float32)
+                at_first = _LARGE * row.norm(dtype=wide)
                 has_seen_steps = self._largest.isfinite() & (self._largest > 0)
                 self._largest = torch.where(has_seen_steps, 2 * self._largest, at_first)  # if steps have become larger
             else:
