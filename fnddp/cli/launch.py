@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
@@ -68,6 +69,7 @@ def run_ranks(
     packed = pickle.dumps((work, arguments))
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
+    resource_tracker.ensure_running()  # the first process would start it, and Python 3.11 lets SIGINT through then
     try:
         with signals_held(signal.SIGINT):  # only the parent handles it
             for rank, host in zip(range(world_size), hosts or [None] * world_size, strict=True):
