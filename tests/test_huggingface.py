@@ -271,35 +271,6 @@ def test_a_compiled_run_continues_one_that_is_not(rank: int, tmp_path: Path) -> 
 
 
 @on_ranks(2)
-def test_local_sgd_of_accelerate_warns_that_no_pipeline_runs(rank: int) -> None:
-    from accelerate import Accelerator
-    from accelerate.local_sgd import LocalSGD
-
-    from fnddp.integrations.huggingface import prepare
-
-    with accelerated(rank):
-        accelerator = Accelerator(cpu=True)
-        pipelines = prepare(accelerator, SYNC)
-        module = Regression()
-        model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=RATE))
-        case, name = unittest.TestCase(), "fnddp.integrations.huggingface"
-        with case.assertNoLogs(name):
-            assert accelerator.reduce(torch.tensor(1.0 + rank), "mean") == 1.5
-        with (
-            case.assertLogs(name) if rank == 0 else case.assertNoLogs(name) as logged,
-            LocalSGD(accelerator, model, 2) as local,
-        ):
-            for x, y in DataLoader(data(), BATCH):
-                accelerator.backward(model(x + rank, y)["loss"])
-                optimizer.step()
-                optimizer.zero_grad()
-                local.step()
-        assert logged is None or ["LocalSGD" in line for line in logged.output] == [True]
-        assert torch.equal(*everyones(parameters_of(module)))
-        assert not residual(pipelines.handle(model).sync_state).any()
-
-
-@on_ranks(2)
 def test_a_folder_without_any_file_is_told_of(rank: int, tmp_path: Path) -> None:
     with accelerated(rank):
         with_accelerate(SYNC, 1, save=str(tmp_path))

@@ -10,8 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
-from accelerate.utils import reduce as reduce_over_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fnddp.adapters.checkpoint import BEGIN_ANEW, shares
@@ -44,7 +43,7 @@ class Pipelines:
     def __init__(self, sync: Sync | Auto, wrapping: DistributedDataParallelKwargs | None, *, reset_sync: bool) -> None:
         self.sync: Sync | Auto = sync
         self._wrapping, self._resets = wrapping, reset_sync
-        self._looks_for_files = self._looks_for_parameters = True  # until it has warned, or found no need to
+        self._looks_for_files = True  # until it has warned, or found no need to
         self._handles: weakref.WeakKeyDictionary[DistributedDataParallel, Handle] = weakref.WeakKeyDictionary()
 
     def handle(self, model: nn.Module) -> Handle:
@@ -94,20 +93,6 @@ class Pipelines:
                 f"the pipeline state in {folder} is not used: with only one process Accelerate does not wrap the "
                 "model, so no pipeline runs"
             )
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Run `accelerator.reduce`; warn once if `tensor` is a parameter, as from Accelerate's `LocalSGD`."""
-        if self._looks_for_parameters and isinstance(tensor, Tensor):
-            parameters = [p for model in self._handles for p in model.parameters()]
-            if any(p.numel() and p.data_ptr() == tensor.data_ptr() for p in parameters):
-                self._looks_for_parameters = False
-                _log.warning(
-                    "accelerator.reduce averages parameters here, as Accelerate's LocalSGD does, which runs its "
-                    f"backwards within no_sync: {self.sync} runs in none of these steps. For local steps with a "
-                    "pipeline, use neither LocalSGD nor prepare, but fnddp.outer.attach(model, optimizer, "
-                    "fnddp.outer.local_sgd(every=8, sync=...)), or fnddp.outer.diloco, which allows lossy pipelines"
-                )
-        return reduce_over_ranks(tensor, reduction, scale)
 
     def _named(self, models: Sequence[nn.Module]) -> Iterator[tuple[str, Handle]]:
         for index, model in enumerate(models):
@@ -173,8 +158,8 @@ def prepare(accelerator: Accelerator, sync: str | Sync, *, reset_sync: bool = Fa
     Accelerate wraps models in torch's class, and the pipeline is registered there. `save_state` writes the pipeline's
     state, a file for each rank, and `load_state` reads it, so a resumed run is bitwise equal. If the pipeline has local
     state, such as a residual, all ranks must call `save_state`. The wrong choice where Accelerate wraps models in
-    another class, as with FSDP, and for its `LocalSGD`, because it sends no gradients: a warning is logged. With
-    one process Accelerate does not wrap models, and no pipeline runs.
+    another class, as with FSDP, and for its `LocalSGD`, because that sends no gradients. With one process Accelerate
+    does not wrap models, and no pipeline runs.
 
     Args:
         accelerator: An accelerator that has not prepared a model yet.
@@ -217,7 +202,6 @@ def prepare(accelerator: Accelerator, sync: str | Sync, *, reset_sync: bool = Fa
         )
     pipelines = Pipelines(resolved(sync), wrapping, reset_sync=reset_sync)
     accelerator.ddp_handler = pipelines  # pyright: ignore[reportAttributeAccessIssue]
-    accelerator.reduce = pipelines.reduce
     accelerator.register_save_state_pre_hook(pipelines.save)
     accelerator.register_load_state_pre_hook(pipelines.load)
     return pipelines

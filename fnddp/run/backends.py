@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from time import perf_counter
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -31,24 +30,10 @@ def segments_of(plan: PlanData) -> tuple[Segment, ...]:
     """Return the segments of `plan` in the form that its backend runs."""
     if plan.backend is None:
         return plan.segments
-    compiled = sum(bool(segment.operations) for segment in plan.segments)
-    seconds: dict[Run, float] = {}  # time of the first call of each segment
-
-    def timed(run: Run) -> Run:
-        by_inductor = torch.compile(_own(run), fullgraph=True)
-
-        def run_it(*inputs: Any) -> Sequence[Any]:
-            begun = perf_counter()
-            outputs = by_inductor(*inputs)  # compiles the segment at the first call
-            if run not in seconds:
-                seconds[run] = perf_counter() - begun
-                if len(seconds) == compiled:
-                    warn("compiled %d segments of %r in %.1f s", compiled, plan.sync, sum(seconds.values()))
-            return outputs
-
-        return run_it
-
-    return tuple(replace(each, run=timed(each.run)) if each.operations else each for each in plan.segments)
+    return tuple(
+        replace(each, run=torch.compile(_own(each.run), fullgraph=True)) if each.operations else each
+        for each in plan.segments
+    )
 
 
 def _own(run: Run) -> Run:
