@@ -42,16 +42,6 @@ class HasSync(Protocol):
         ...
 
 
-class HasOrder(Protocol):
-    """An object that learns the order in which gradients arrive, to lay out buckets."""
-
-    @property
-    def learnt_order(self) -> list[str]: ...
-
-    @learnt_order.setter
-    def learnt_order(self, order: list[str]) -> None: ...
-
-
 class HasCheckpoint(Protocol):
     """A `fnddp.DistributedDataParallel`, or the result of `register`, `compress` or its parts."""
 
@@ -80,7 +70,7 @@ class Checkpoint:
         prefix: Prefix of all keys, used if ranks outside of the group have different states.
         place: This rank and the number of ranks, if they are counted over several groups.
         adopt: Function that replaces the owner's measured pipeline by a checkpoint's; None to keep the owner's.
-        order: The object with the order of gradients to save, and to set if the checkpoint has one; None if unused.
+        has_order: True to save the owner's `learnt_order`, and to set it if the checkpoint has one.
     """
 
     def __init__(
@@ -91,9 +81,10 @@ class Checkpoint:
         prefix: str = "",
         place: tuple[int, int] | None = None,
         adopt: Callable[[Sync], None] | None = None,
-        order: HasOrder | None = None,
+        has_order: bool = False,
     ) -> None:
-        self._owner, self._prefix, self._adopt, self._order = owner, prefix, adopt, order
+        self._owner, self._prefix, self._adopt = owner, prefix, adopt
+        self._order: Any = owner if has_order else None
         rank, size = place or (groups.rank(group), groups.world_size(group))
         self._saved_size = saved_world_size or size
         self._shares = shares(rank, size, self._saved_size)

@@ -118,7 +118,7 @@ class HasPipeline:
         if self._backward.has_raised:  # steps that run in other threads continue
             self._settle()
         adopt = self._adopt if self._is_measured else None
-        return Checkpoint(self, self._group, saved_world_size, adopt=adopt, order=self)
+        return Checkpoint(self, self._group, saved_world_size, adopt=adopt, has_order=True)
 
     def reset_sync(self) -> None:
         """Set the pipeline's state to the initial one. All ranks call it, between steps."""

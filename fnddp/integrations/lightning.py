@@ -87,7 +87,7 @@ class FnddpStrategy(DDPStrategy):
         """Write `checkpoint` on the first rank, with the pipeline's state unless it holds only weights."""
         if "optimizer_states" in checkpoint and self.sync_state is not None:
             owner: Any = self  # read-only
-            checkpoint = {**checkpoint, KEY: _gathered(Checkpoint(owner, None, order=owner))}
+            checkpoint = {**checkpoint, KEY: _gathered(Checkpoint(owner, None, has_order=True))}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,6 +1,5 @@
 """Run segments of a plan in Python or, on request, compiled by Inductor."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -11,19 +10,11 @@ import torch
 
 from fnddp.ir.plan_data import PlanData
 from fnddp.ir.program import Segment
-from fnddp.wire.groups import rank
 
 Run: TypeAlias = Callable[..., Sequence[Any]]
 """A function that returns the outputs of a segment for its inputs."""
 
 _count = count()
-_log = logging.getLogger("fnddp")
-
-
-def warn(message: str, *arguments: object) -> None:
-    """Log a warning on the first rank."""
-    if rank(None) == 0:
-        _log.warning(message, *arguments)
 
 
 def segments_of(plan: PlanData) -> tuple[Segment, ...]:

@@ -4,6 +4,7 @@ It owns the pipeline's state, keeps a plan for each phase, and learns the order 
 has the same outcome on all ranks: either all have the result, or all raise (on an accelerator, one step later).
 """
 
+import logging
 import weakref
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +28,6 @@ from fnddp.ir.program import LeafSpec, LoweringError
 from fnddp.plan.draft import Donation
 from fnddp.plan.lower import Traces, lower_leaves
 from fnddp.plan.plan import Plan
-from fnddp.run.backends import warn
 from fnddp.run.lane import Lane
 from fnddp.run.program import PlanMemory, Program, without_schedule
 from fnddp.run.step import Step, Synchronized, in_profile, require_noticed
@@ -35,9 +35,11 @@ from fnddp.run.vote import Vote
 from fnddp.show.text import count
 from fnddp.show.trace import Observer, Taken, debug_level
 from fnddp.wire.c10d import C10D, over
-from fnddp.wire.groups import World, identity
+from fnddp.wire.groups import World, identity, rank
 from fnddp.wire.protocol import Elastic, Wire
 from fnddp.wire.weights import Weight
+
+_log = logging.getLogger("fnddp")
 
 SLOW_SECONDS = 2
 """Seconds after which a lowering is logged, because the step that waits for it may seem to hang."""
@@ -503,8 +505,8 @@ class Engine:
             plan, self._own_wire, self._memory, groups, device=self.device, clones_shared=self._overwrites_early
         )
         self._observer.show(plan)
-        if (seconds := perf_counter() - begun) > SLOW_SECONDS:
-            warn(
+        if (seconds := perf_counter() - begun) > SLOW_SECONDS and rank(None) == 0:
+            _log.warning(
                 "made a plan of %r for %s in %.1f s; this happens once for each phase and order of gradients",
                 self.sync,
                 count(len(self.leaves), "gradient"),

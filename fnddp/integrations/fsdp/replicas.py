@@ -59,7 +59,7 @@ class Replicas(PipelineHandle):
         index = self._shards.mesh.flatten().tolist().index(dist.get_rank())
         adopt = self._adopt if self._is_measured else None
         prefix = f"shard{index}of{self._shards.size()}/"
-        return Checkpoint(self, self.group, saved_world_size, prefix, adopt=adopt, order=self)
+        return Checkpoint(self, self.group, saved_world_size, prefix, adopt=adopt, has_order=True)
 
     def prepare(self) -> Plan | None:
         """Return the plan of the next step; None for a pipeline that cannot be lowered."""
