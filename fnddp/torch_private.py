@@ -516,8 +516,8 @@ def out_of_place(operation: Any) -> Any:
     return next((form for form in forms if _arguments(form) == _arguments(operation)), None)
 
 
-def _arguments(operation: Any) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in operation._schema.arguments]
+def _arguments(operation: Any) -> list[tuple[str, str, Any]]:
+    return [(argument.name, str(argument.type), argument.default_value) for argument in operation._schema.arguments]
 
 
 @cache
@@ -528,7 +528,8 @@ def elementwise_out(operation: Any) -> Any:
     packet = operation.overloadpacket
     for other in [getattr(packet, name) for name in packet.overloads()]:
         # Generated `out=` forms are slower: they compute into new memory, and copy.
-        if _arguments(other) == [*_arguments(operation), ("out", "Tensor")] and torch.Tag.generated not in other.tags:
+        wanted = [*_arguments(operation), ("out", "Tensor", None)]
+        if _arguments(other) == wanted and torch.Tag.generated not in other.tags:
             return other
     return None
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,15 +27,18 @@ SECONDS = 150  # for a demo of a few steps, on a machine that is busy with other
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so do theirs
-    return subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # a foreground process group of its own, as in a terminal
-    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        return subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a foreground process group of its own, as in a terminal
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -60,6 +64,11 @@ def is_connected(pid: int) -> bool:
         return any("pt_gloo_runloop" in path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/comm"))
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def blocks_interrupts(pid: int) -> bool:
+    (blocked,) = re.findall(r"^SigBlk:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(blocked, 16) >> signal.SIGINT - 1 & 1)
 
 
 def is_alive(pid: int) -> bool:
@@ -118,6 +127,7 @@ def test_no_process_stays(
     try:
         until(lambda: sum(is_connected(pid) for pid in descendants(training.pid)) == 2)
         processes = descendants(training.pid)
+        assert [pid for pid in processes if blocks_interrupts(pid)] == [*filter(is_connected, processes)]
         kill(training.pid, number)
         training.wait(timeout=SECONDS)
         until(lambda: not any(map(is_alive, processes)))

@@ -279,6 +279,15 @@ def test_what_cannot_be_traced_has_no_plan_and_runs(fn, reason):
         assert torch.equal(mean["w"], 2 * grads["w"])
 
 
+@pytest.mark.parametrize(
+    "fn", [lambda x: x.clone().bernoulli_(), lambda x: x.half().floor_divide_(torch.ones(2)).float()]
+)
+def test_an_operation_in_place_with_other_defaults_or_dtypes_has_no_plan(fn):
+    step, grads = fnddp.jit(Applied(fn)), {"w": torch.tensor([0.0, 1.0])}
+    assert step(grads, ())[0]["w"].shape == (2,)
+    assert step.plan is None
+
+
 def test_a_power_in_place_has_a_plan():
     step = fnddp.jit(Applied(squared_in_place))
     assert step({"w": torch.tensor([2.0, 3.0])}, ())[0]["w"].tolist() == [4, 9]
@@ -322,14 +331,21 @@ class Paced(Applied):
 
 
 @pytest.mark.parametrize(
-    "fn", [lambda n: 3 / (n + 1), lambda n: (n + 1) ** -0.5, lambda n: min(n, 2) / 4, lambda n: round(n / 2)]
+    ("fn", "has_plan"),
+    [
+        (lambda n: 3 / (n + 1), True),
+        (lambda n: (n + 1) ** -0.5, True),
+        (lambda n: min(n, 2) / 4, True),
+        (lambda n: round(n / 2), False),
+    ],
 )
-def test_counters_are_numbers(fn):
+def test_counters_are_numbers(fn, has_plan):
     sync, grads = Paced(fn), {"w": torch.tensor([1.0, 3.0])}
     step, state = fnddp.jit(sync), 0
     for count in range(4):
         mean, state = step(grads, state)
         assert torch.equal(mean["w"], fn(count) * grads["w"])
+    assert (step.plan is not None) == has_plan
 
 
 @pytest.mark.parametrize("first", [0.0, False])

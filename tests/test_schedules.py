@@ -65,8 +65,7 @@ def test_a_transform_that_loses_leaves_is_an_error_and_not_a_skip():
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (None, "Returning: exchange must return an Exchange.mean, sent, state., .*, got None"),
-        (fnddp.Exchange({"w": torch.ones(2)}, {}, 0), "with `sent` of each leaf of .'w'."),
+        (None, "Returning: exchange must return Exchange.mean, sent, state., got None"),
         (
             fnddp.Exchange({"w": torch.ones(2)}, {"w": torch.ones(2)}, (0, 1)),
             "exchange returned a state of another structure",

@@ -71,10 +71,7 @@ class Handle(PipelineHandle):
         if not bucket.buffer.is_sparse:
             self._require_laid_out_alike(bucket)
         if self._backward.step is not None:
-            # Where a parameter is frozen now, DDP has put in what its `.grad` still holds.
-            pairs = zip(layout.known, bucket.views, strict=True)
-            views = [view if p.requires_grad else torch.zeros_like(view) for p, view in pairs]
-            self._backward.step.put_all(layout.positions, views)
+            self._backward.step.put_all(layout.positions, bucket.views)
 
     def _layout_of(self, parameters: list[Tensor]) -> "_Layout":
         key = tuple(map(id, parameters))

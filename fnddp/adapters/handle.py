@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from fnddp import torch_private
 from fnddp.adapters.backward import Backward
@@ -29,7 +29,7 @@ _log = logging.getLogger("fnddp")
 
 def biased_without_memory(sync: Sync) -> Sync | None:
     """Return a transform in `sync` that loses parts of gradients for good, because no error feedback encloses it."""
-    if sync.remembers and not isinstance(sync, shared_momentum):
+    if sync.remembers and not isinstance(sync, shared_momentum):  # which remembers a mean, not what was lost
         return None
     if isinstance(sync, powersgd | topk | dct_topk):
         return sync
@@ -224,19 +224,13 @@ class PipelineHandle(HasPipeline):
         self._compares = True
 
 
-class Writer(Protocol):
-    """A writer of scalars, such as `torch.utils.tensorboard.SummaryWriter`."""
-
-    def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> Any: ...
-
-
-def log_sync_stats(writer: Writer, model: HasPipeline, *, step: int | None = None, prefix: str = "fnddp/") -> SyncStats:
+def log_sync_stats(writer: Any, model: HasPipeline, *, step: int | None = None, prefix: str = "fnddp/") -> SyncStats:
     """Write the statistics of `model` to TensorBoard, or to any object with its `add_scalar`, and return them.
 
     Call it on one rank, because reading them waits for the device. For other loggers: `logger.log(model.sync_stats())`.
 
     Args:
-        writer: A `SummaryWriter`.
+        writer: A `torch.utils.tensorboard.SummaryWriter`.
         model: The model, or the handle of `register`.
         step: The step number to write; None for the number of committed steps.
         prefix: Prefix of each name.

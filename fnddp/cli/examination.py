@@ -176,10 +176,7 @@ def lines(findings: Findings, of: Ranks) -> list[str]:
         f"ranks: {len(findings.hosts)}, {started}, on {', '.join(dict.fromkeys(findings.hosts))}; {backend}",
         same if findings.disagreement is None else f"PROBLEM: {findings.disagreement}",
         unequal if findings.unequal else equal,
-        *(
-            f"link {between}: {link} (alpha {duration(link.latency)}, beta {1e9 / link.bandwidth:.3g} ns/B)"
-            for between, link in findings.links.items()
-        ),
+        *(f"link {between}: {link}" for between, link in findings.links.items()),
     ]
 
 

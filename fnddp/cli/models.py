@@ -49,7 +49,7 @@ def imported(name: str) -> ModuleType:
     file = Path(name).absolute() if name.endswith(".py") else None
     # As if Python ran the file, or `python -m`, so that it can import its neighbours: console scripts cannot.
     near = [Path.cwd()] if file is None else [file.parent, Path.cwd()]
-    sys.path += [folder for folder in map(str, near) if folder not in sys.path]
+    sys.path += [folder for folder in dict.fromkeys(map(str, near)) if folder not in sys.path]
     try:
         return import_module(name) if file is None else _of_file(file)
     except (Exception, SystemExit) as error:
@@ -179,10 +179,12 @@ def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
     try:
         with torch.random.fork_rng(devices=[]):
             loss = problem.loss(module, problem.batch(0, ranks, torch.Generator().manual_seed(0)))
-            grads = torch.autograd.grad(loss, [*variables.values()], allow_unused=True)
+            grads = torch.autograd.grad(loss.sum(), [*variables.values()], allow_unused=True)
+        if loss.ndim:
+            raise WrongArgument(f"--model {model} on {at}: the loss must be a scalar, got {list(loss.shape)}")
         if sparse := [name for name, g in zip(variables, grads, strict=True) if g is not None and g.is_sparse]:
             raise WrongArgument(f"{model} cannot be tuned: the gradient of {sparse[0]} is sparse; remove sparse=True")
-        at = "virtual ranks, which one torch.func.vmap computes"
+        at = "virtual ranks"
         final_loss(asked, allreduce, ranks, 0, 1)
     except WrongArgument:
         raise

@@ -19,7 +19,7 @@ from fnddp.cost.link import Link, duration
 from fnddp.plan.lower import lower, planned_world
 from fnddp.plan.period import period
 from fnddp.plan.plan import Plan
-from fnddp.show.text import count, plain_bytes, size
+from fnddp.show.text import count, plain_link_bytes, size
 from fnddp.wire.groups import DEFAULT_GROUP, World, WorldSize, within
 
 _BLOCK = re.compile(r"(?:.*?\.)??\d+(?=\.)")
@@ -103,7 +103,7 @@ def _costs(plans: Sequence[tuple[Plan, int]], setting: Setting) -> Costs:
     }
     times = ["communication_seconds"] + ["step_seconds", "exposed_seconds"] * (setting.backward is not None)
     link_bytes = mean([step.link_bytes for step in next(iter(estimates.values()))])  # the same on all links
-    plain = plain_bytes([each for plan, _ in plans for each in plan.collectives], setting.elements)
+    plain = plain_link_bytes([each for plan, _ in plans for each in plan.collectives], setting.elements)
     return {
         "wire_bytes": mean([plan.wire_bytes for plan, _ in plans]),
         "link_bytes": link_bytes,

@@ -46,7 +46,8 @@ def verify(sync: Expression | str, grads: Tree, state: State | None = None, *, g
     >>> from fnddp import allreduce
     >>> verify(allreduce, {"w": torch.ones(2)})
     """
-    agree(lambda: description(sync, tree.flatten(grads)[0], state), group, call="fnddp.verify")
+    read = partial(pipeline_of, "verify: sync", sync) if isinstance(sync, str) else lambda: sync
+    agree(lambda: description(read(), tree.flatten(grads)[0], state), group, call="fnddp.verify")
 
 
 def agree(
@@ -161,13 +162,12 @@ def reraise(error: BaseException) -> Any:
     raise error
 
 
-def description(sync: Expression | str, leaves: Leaves, state: State | None) -> dict[str, str]:
+def description(sync: Expression, leaves: Leaves, state: State | None) -> dict[str, str]:
     """Return the lines that must be equal on all ranks, by subject; they include the order of `leaves`.
 
     Raises:
-        TypeError, ValueError: A leaf is not dense, or a DTensor; the text of a pipeline is wrong.
+        TypeError, ValueError: A leaf is not dense, or a DTensor.
     """
-    sync = pipeline_of("verify: sync", sync) if isinstance(sync, str) else sync
     tree.require_leaves(type(sync).__name__, leaves)
     of_leaves = {f"leaf {path!r}": f"{describe(leaf)} on {leaf.device.type}" for path, leaf in leaves.items()}
     of_state = {f"state {part.path!r}": describe(part.value) for part in parts(state)}

@@ -112,8 +112,8 @@ def encode(layers: Layers, x: Tensor, key: Key, length: Tensor | None = None) ->
         for name, each in encoded.items():
             read[name] = each.decode({of: payload[f"{name}/{of}"] for of in each.payload})
         decoded: Tensor = codec.decode(read, n)
-        rows = next((tuple(part.shape[: x.ndim - 1]) for part in read.values()), None)
-        if getattr(decoded, "shape", None) != (*(rows or decoded.shape[:-1]), n):
+        rows = tuple(next(iter(read.values())).shape[: x.ndim - 1])
+        if getattr(decoded, "shape", None) != (*rows, n):
             got = tuple(decoded.shape) if isinstance(decoded, Tensor) else type(decoded).__name__
             raise ValueError(f"{codec!r}: decode must return rows of {n} numbers, got {got} from {rows} rows")
         return decoded
@@ -124,7 +124,7 @@ def encode(layers: Layers, x: Tensor, key: Key, length: Tensor | None = None) ->
 def _require_rows(codec: Any, parts: Any, x: Tensor) -> None:
     """Raise unless `parts`, the result of `encode(x)`, is a dict of tensors with the rows of `x`."""
     is_dict = isinstance(parts, dict)
-    for name, part in parts.items() if is_dict else [("", parts)]:
+    for name, part in parts.items() if is_dict and parts else [("", parts)]:
         if not (is_dict and isinstance(part, Tensor)):
             got = f"{name!r}: {type(part).__name__}" if is_dict else type(parts).__name__
             raise TypeError(f"{codec!r}: encode must return a dict of tensors by name, got {got}")

@@ -160,7 +160,9 @@ def load(
     try:
         dcp.load(about, checkpoint_id=folder, process_group=group, planner=planner)
     except CheckpointException as error:
-        if any("Missing key" not in str(failure) for failure, _ in error.failures.values()):  # in a file, or no file
+        if any(
+            "Missing key" not in str(failure) for failure, _ in error.failures.values()
+        ):  # a damaged or missing file
             raise
         raise ValueError(
             f"load: {folder} has no pipeline state for this rank: it was written without one, or for another number "

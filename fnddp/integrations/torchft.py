@@ -3,7 +3,7 @@
 The ranks of a step are the quorum of a torchft manager. Losing a rank does not end the other processes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -322,10 +322,10 @@ class DistributedDataParallel(wrapper.DistributedDataParallel):
         self.manager.start_quorum = partial(self._start_quorum, manager.start_quorum)
         self.manager.should_commit = partial(self._should_commit, manager.should_commit)
 
-    def _agreed(self, sync: Sync | str, **options: Any) -> tuple[Sync, State]:
+    def _agreed(self, sync: Sync | str, *, verify: bool, copied: Mapping[str, Tensor] = {}) -> tuple[Sync, State]:
         if sync != AUTO:
             _require_elastic(pipeline_of("DistributedDataParallel: sync", sync), self._trained.gradients())
-        return super()._agreed(sync, **options)
+        return super()._agreed(sync, verify=verify, copied=copied)
 
     def _start_quorum(self, start: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if all(key.startswith(_KEY) for key in self.manager._user_state_dicts):

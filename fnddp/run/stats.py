@@ -43,8 +43,7 @@ class SyncStats(TypedDict):
 
 def stats(engine: Engine, state: State) -> SyncStats:
     """Return the statistics of `engine` in `state`. The first call starts to measure steps, and returns no times."""
-    taken = engine.taken()
-    plan = engine.plan
+    taken, plan = engine.taken(), engine.plan
     residuals = _fields(widened(state), "residual")
     return {
         "steps": engine.steps,

@@ -160,7 +160,7 @@ def owners_of_rows(plan: PlanData) -> list[str]:
 
 def footer(plan: PlanData) -> list[str]:
     """Return lines on the bytes that a step sends, and on its memory."""
-    plain = plain_bytes(plan.collectives, _parameters(plan))
+    plain = plain_link_bytes(plan.collectives, _parameters(plan))
     fewer = f", {plain / plan.link_bytes:.1f}x fewer than a plain mean of float32" if plain and plan.link_bytes else ""
     link = f"; on its link: {plan.link_bytes:,} B{fewer}" if plan.link_bytes else ""
     return [
@@ -171,7 +171,7 @@ def footer(plan: PlanData) -> list[str]:
     ]
 
 
-def plain_bytes(collectives: Iterable[Collective], elements: int) -> int:
+def plain_link_bytes(collectives: Iterable[Collective], elements: int) -> int:
     """Return the link bytes of a plain mean of float32 over the group of `collectives`; 0 for none or several."""
     ranks = {collective.group: collective.world_size for collective in collectives}
     return math.ceil(ALL_REDUCE.link_bytes(4 * elements, *ranks.values())) if len(ranks) == 1 else 0

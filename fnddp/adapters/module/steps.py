@@ -370,7 +370,8 @@ class Steps:
         # These hold the mean of an earlier backward. Other ranks add their gradients to it and send the sum. A frozen
         # parameter gets no mean, so its memory must not depend on what its `.grad` still holds.
         held = {name: self.parameters[name] for name in taken.added_to & step.missing}
-        dense = {name: p.grad.detach().to_dense() for name, p in held.items() if p.requires_grad and p.grad is not None}
+        sent = [n for n, p in held.items() if p.requires_grad or not self.engine.sync.gives_later]
+        dense = {n: grad.detach().to_dense() for n in sent if (grad := held[n].grad) is not None}
         step.substitutes = {name: grad for name, grad in dense.items() if self.engine.leaves[name].is_like(grad)}
 
     def _keeps_promises(self, unused: frozenset[str]) -> bool:

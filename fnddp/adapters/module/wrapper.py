@@ -166,7 +166,7 @@ class DistributedDataParallel(TorchNames):
         )
         self._is_measured = self._compares = sync == AUTO
         copied |= self.named_module_buffers if sync_now else {}
-        self._set_up(*self._agreed(sync, verify=init_sync, copied=copied))
+        self._set_up(*self._agreed(sync, verify=init_sync, copied=copied if init_sync else {}))
         self._engine.connect()
         if init_sync:
             control.broadcast([t.detach() for t in copied.values()], group, wire=wire)

@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
         read = [self._argument(arg) for arg in args], {key: self._argument(arg) for key, arg in kwargs.items()}
         made = self._made(func, args, kwargs)
         if func._schema.is_mutable:
-            function = self._pure(func, args, made)
+            function = self._pure(func, args, kwargs, made)
         if isinstance(made, Tensor):
             self._stands_for(self._called(function, *read, made), made)
         elif isinstance(made, tuple | list) and any(isinstance(each, Tensor) for each in made):
@@ -175,11 +175,13 @@ class Recorder(TorchDispatchMode):
         self._detached.append(detached)
         return detached
 
-    def _pure(self, func: Any, args: Any, made: Any) -> Any:
+    def _pure(self, func: Any, args: Any, kwargs: Any, made: Any) -> Any:
         """Return the out-of-place form of an in-place operation. Its memory must have no other reader."""
         pure = out_of_place(func)
         if pure is None or made is not args[0] or self._owners[storage_key(made)] > 1:
             raise _NoPlan(f"it writes with {func} to memory that other tensors share")
+        if (wide := pure(*args, **kwargs).dtype) != made.dtype:
+            raise _NoPlan(f"it writes {wide} with {func} to memory of {made.dtype}")
         return pure
 
     def _argument(self, value: Any) -> Any:
