@@ -160,9 +160,8 @@ def load(
     try:
         dcp.load(about, checkpoint_id=folder, process_group=group, planner=planner)
     except CheckpointException as error:
-        if any(
-            "Missing key" not in str(failure) for failure, _ in error.failures.values()
-        ):  # a damaged or missing file
+        if any("Missing key" not in str(failure) for failure, _ in error.failures.values()):
+            error.add_note(f"load: {folder} is missing, or a file in it is missing or damaged")
             raise
         raise ValueError(
             f"load: {folder} has no pipeline state for this rank: it was written without one, or for another number "
