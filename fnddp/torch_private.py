@@ -525,10 +525,9 @@ def elementwise_out(operation: Any) -> Any:
     """Return the `out=` form of an elementwise operation, or None if there is none."""
     if torch.Tag.pointwise not in getattr(operation, "tags", ()) or not makes_tensors(operation):
         return None
-    packet = operation.overloadpacket
+    packet, wanted = operation.overloadpacket, [*_arguments(operation), ("out", "Tensor", None)]
     for other in [getattr(packet, name) for name in packet.overloads()]:
         # Generated `out=` forms are slower: they compute into new memory, and copy.
-        wanted = [*_arguments(operation), ("out", "Tensor", None)]
         if _arguments(other) == wanted and torch.Tag.generated not in other.tags:
             return other
     return None

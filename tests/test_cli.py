@@ -140,7 +140,7 @@ WRONG = {
         (["--model", "models.py:sparse"], "sparse cannot be tuned: the gradient of weight is sparse; remove sparse"),
         (
             ["--model", "models.py:normalized", "--data", "digits"],
-            "normalized fails on virtual ranks: RuntimeError:",
+            "normalized fails on virtual ranks, since 1 changes its buffers (GroupNorm does not): RuntimeError: ",
         ),
         (["--model", "models.py:small", "--batch", "4"], "--batch 4: models.py:small has batches of its own; change"),
         (["--model", "models.py:branches"], "branches fails on virtual ranks: RuntimeError: vmap"),

@@ -117,9 +117,9 @@ def test_what_is_no_link_and_no_time():
     for wrong in (1e9, {None: 1e9}):
         with pytest.raises(TypeError, match=r"expected a link as text, such as '1gbit:20us', got 1000000000.0"):
             plan.estimate(wrong)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"seconds of .* must be at least 0, got .*=-1"):
+    with pytest.raises(ValueError, match=r"seconds of forward, backward and segments must be at least 0, got .*=-1"):
         plan.estimate("1gbit", backward_seconds=-1)
-    with pytest.raises(ValueError, match=r"seconds of .* must be at least 0, got .*-1"):
+    with pytest.raises(ValueError, match=r"seconds of forward, backward and segments must be at least 0, got .*-1"):
         fnddp.Compute(segments=(0.0, -1.0))
 
 

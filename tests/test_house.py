@@ -65,7 +65,7 @@ def imported(file: Path) -> set[Path]:
     return found
 
 
-BUDGET = 34_016
+BUDGET = 34_018
 
 
 def test_the_library_stays_within_its_budget_of_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,7 +184,8 @@ def to_tune(model: str, data: str | None, *, batch: int, ranks: int, steps: int,
             raise WrongArgument(f"--model {model} on {at}: the loss must be a scalar, got {list(loss.shape)}")
         if sparse := [name for name, g in zip(variables, grads, strict=True) if g is not None and g.is_sparse]:
             raise WrongArgument(f"{model} cannot be tuned: the gradient of {sparse[0]} is sparse; remove sparse=True")
-        at = "virtual ranks"
+        parts = [name for name, of in module.named_modules() if of.training and getattr(of, "track_running_stats", 0)]
+        at = "virtual ranks" + (f", since {parts[0]} changes its buffers (GroupNorm does not)" if parts else "")
         final_loss(asked, allreduce, ranks, 0, 1)
     except WrongArgument:
         raise

@@ -37,7 +37,7 @@ def unfit(context: typer.Context, *fit: str) -> list[str]:
 
 
 def _models(context: typer.Context, incomplete: str) -> list[str]:
-    refused = {"resnet18"} if context.info_name == "tune" else set[str]()  # its forward changes buffers: see `to_tune`
+    refused = {"resnet18"} if context.info_name == "tune" else set[str]()  # it changes buffers: see `to_tune`
     refused |= set() if find_spec("sklearn") else {"digits"}
     return [name for name in MODELS if name not in refused and name.startswith(incomplete)]
 

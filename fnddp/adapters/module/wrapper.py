@@ -131,7 +131,9 @@ class DistributedDataParallel(TorchNames):
         backend: str | None = None,
     ) -> None:
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set together")
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time"
+            )
         if check_reduction:
             warnings.warn("`check_reduction` is deprecated, and does nothing", FutureWarning, stacklevel=2)
         sync_in_forward, sync_now = arguments.checked_buffer_flags(broadcast_buffers, forward_sync_buffers)
